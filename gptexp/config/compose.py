@@ -68,7 +68,7 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
         hydra.initialize_config_dir(str(conf_dir()), job_name="train", version_base="1.3"),
     ):
         engine: Any = GlobalHydra.instance().hydra
-        for folder in own:  # as `hydra.main` does for --config-dir; on hydra.searchpath, no primary config is found
+        for folder in own:  # as `hydra.main` does for --config-dir; hydra.searchpath finds no primary config
             path = engine.config_loader.get_search_path()
             path.prepend("command-line", f"file://{folder.resolve()}", anchor="schema")
             engine.config_loader.repository.initialize_sources(path)
@@ -211,7 +211,7 @@ def to_config(
     by_law = _is_by_law(cfg)
     given = {text.split("=", 1)[0] for text in overrides}
     if parent is not None:
-        # A branch takes a chosen schedule as a whole, so the keys of its file are not given one by one.
+        # A branch takes a chosen schedule as a whole, so the keys of its file do not count as given.
         given |= {key for key in _of_chosen_files(cfg.hydra, overrides) if not key.startswith("schedule.")}
         config = branching.inherited(config, parent, given)
         if launcher_world_size is not None and "world.size" not in given:
@@ -282,7 +282,7 @@ def _law_scaled_twice(cfg: DictConfig) -> list[Problem]:
 
 
 def _of_chosen_files(hydra: Any, overrides: Sequence[str]) -> set[str]:
-    """The dotted keys that the files of the options in `overrides` set in their own groups."""
+    """Dotted keys that files chosen by `overrides` (GROUP=OPTION) set in their own groups."""
     sections = {f.name for f in fields(Config)}
     chosen = [(group, option) for group, _, option in (text.partition("=") for text in overrides) if group in sections]
     keys = ((group, key) for group, option in chosen for key in keys_set_by(hydra, group, option))
@@ -324,7 +324,7 @@ PRECEDING = {
 
 
 def _let_the_command_line_win(config: Config, given: set[str]) -> None:
-    """For each length on the command line, set to null the keys from files that would override it in another unit."""
+    """Set to null all keys from files that would override, in another unit, a length on the command line."""
     for key in PRECEDING.keys() & given:
         section = key.split(".")[0]
         for name in PRECEDING[key]:

@@ -34,7 +34,7 @@ LENGTHS_IN_STEPS = {
     "schedule.decay_steps": "the number of decay tokens",
 }
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
-MOST_QUANTA = 10_000  # maximum per step; each quantum may be a level of the ramp
+MOST_QUANTA = 10_000  # most quanta in a step: a ramp may have a level for each
 
 # Keys that are read only if another key has one of these values. Otherwise they must have their defaults.
 READ_UNDER = {
@@ -69,7 +69,7 @@ def problems(cfg: Config, world_size: int) -> list[Problem]:
 
 
 def saved_problems(cfg: Config) -> list[Problem]:
-    """The problems that make a saved config useless on any machine: of single keys, or else by `RULES_OF_SAVED`."""
+    """Problems that make a saved config useless on any machine: of single keys; if none, by `RULES_OF_SAVED`."""
     return [*field_problems(cfg).values()] or _broken(RULES_OF_SAVED, cfg, 1, ())
 
 
@@ -364,7 +364,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
     if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
         yield _refusal(cfg, key, "warmup-missing", "inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0")
     key = length_key(cfg, "decay")
-    ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else the warm-up is reported above
+    ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else `warmup-too-long` covers it
     if cfg.schedule.name in ("cosine", "linear", "wsd") and ends_early and decay <= warmup:
         rule = (
             f"the decay ends at {decay:,} tokens, not after the warm-up of {warmup:,} tokens; lengthen the decay or "

@@ -127,7 +127,7 @@ class BatchConfig:
     seq_len: int | None = positive(None)  # T: tokens per sequence; null: model.block_size
     ramp_from_tokens: int | None = positive(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no ramp
     ramp_tokens: int | None = positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
-    # tokens (GPT-3: 4e9 to 12e9). Lengths in steps count the ramp's smaller steps too; intervals in steps are refused
+    # tokens (GPT-3: 4e9 to 12e9). Lengths in steps count each smaller step as one; intervals in steps are refused
     ramp_quantum_tokens: int | None = positive(None)  # tokens: each step is a multiple of this number, which must be a
     # multiple of B * T * world.size; null: ramp_from_tokens
 
@@ -204,7 +204,7 @@ class DataConfig:
     # files; null: detected from their content and names
     subset: str | None = None  # data=hf: the data set's configuration; null: its default
     split: str = "train"  # data=hf: the data set's split
-    mix: Any = None  # {path: weight} in place of path: several sources; the weights are their shares of the tokens
+    mix: Any = None  # several sources in place of path, {path: weight}; the weights are their shares of the tokens
     text_column: str = "text"  # the column with the text, for all formats but plain text
     workers: int | None = positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
@@ -218,7 +218,7 @@ class DataConfig:
     val_split: str = choice("spread", "tail")  # which windows of the corpus are held out; tail: the last, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
     max_tokens: int | None = positive(None)  # tokens to use from the start of the corpus; null: all; data=hf may begin
-    # up to workers-1 files that hold none of these tokens
+    # to read up to workers-1 files without these tokens
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
     @property
@@ -262,8 +262,8 @@ class TrainConfig:
     attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernel; if set, no other is used in training
     compile: str = choice("auto", "on", "off")  # torch.compile; auto: on for GPUs, and where it shortens a run on CPUs
     loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: chunked, with compiled
-    # passes over each chunk; auto: plain on GPUs (chunked if compiled with world.sharding=full) and for small
-    # vocabularies, else fused for compiled bfloat16, else chunked
+    # passes over each chunk; auto: GPU: plain (chunked if compiled with world.sharding=full); CPU: plain for small
+    # vocabularies, fused for compiled bfloat16, else chunked
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     activation_checkpointing_every: int = positive(1)  # n: recomputes only the first of every n blocks; 1: all blocks
     device: str = choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
@@ -354,7 +354,7 @@ class Config:
     def run_length(self) -> tuple[int, int]:
         """(steps, tokens) of the run. `train.max_steps` takes precedence; else the steps reach `train.max_tokens`.
 
-        The tokens are `max_tokens`, not rounded up to whole steps: GPT-3's round numbers are not multiples of 2^19, and
+        The tokens are `max_tokens`, not rounded up to whole steps: GPT-3's round lengths are not multiples of 2^19, and
         the horizon of a schedule must not depend on the size of the last step.
         """
         sizes, steps = self.batch.step_sizes, self.train.max_steps
@@ -500,7 +500,7 @@ def hashed(deciding: dict[str, Any]) -> dict[str, Any]:
 def memory_key(config: Config) -> str:
     """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
     deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
-    # Hashes from before ramps and other optimizers must stay equal.
+    # Hashes from before ramps and other optimizers must stay valid.
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
     if config.optim.name != AdamWConfig.name:
         deciding["optim.name"] = config.optim.name

@@ -62,7 +62,7 @@ class TrainState:
     seconds: float = 0.0  # training time of all attempts
     skipped_updates: int = 0  # number of updates skipped because the loss or gradient was non-finite
     steps_passed_over: int = 0  # steps that rollbacks undid, whose data is not read again
-    tokens_passed_over: int = 0  # tokens of those steps; a step reads what follows `tokens` + this many tokens
+    tokens_passed_over: int = 0  # tokens of those steps; the next step reads on from `tokens` + this number
     trend: LossTrend = field(default_factory=LossTrend)
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     regular: bool = True  # False: saved before it was due, because the run stopped early or measured its sharpness
@@ -224,7 +224,7 @@ def _make_room(target: Path, size: int) -> Path | None:
 
 
 def _begin(target: Path) -> Path:
-    """Make a new directory beside `target`. A rank left behind by a lost attempt may still write to an older one."""
+    """Make a new directory beside `target`: a rank of a lost attempt may still write to an older one."""
     unfinished = target.with_name(f".tmp-{target.name}-{time.time_ns()}")
     unfinished.mkdir()
     return unfinished
@@ -283,7 +283,7 @@ def load_latest(directory: Path, regular: bool = False) -> tuple[Path, TrainStat
     """Find the newest intact checkpoint. Returns its path and state, or None if there is none to consider.
 
     With `regular`, only checkpoints that were due are considered, so that interruptions do not change the result.
-    Prints a line for each newer checkpoint that is damaged. Raises `CheckpointError` if some are, and none is usable.
+    Warns of each newer, damaged checkpoint. Raises `CheckpointError` if there is a damaged one and none is usable.
     """
     rejected = []
     for path in published(directory):
@@ -459,7 +459,7 @@ def complete(directory: Path) -> dict[Path, TrainState]:
 
 
 def selected(states: dict[Path, TrainState], keep: Keep) -> set[Path]:
-    """The newest of the checkpoints `states` (newest first), and the regular ones that `keep` selects.
+    """Of `states` (newest first), the newest checkpoint and the regular ones that `keep` selects.
 
     So interruptions and measurements of the sharpness do not affect which regular checkpoints are kept.
     """

@@ -213,7 +213,7 @@ def load_config(directory: Path) -> Config:
 def load_resolved(directory: Path) -> Config:
     """`load_config`, with `model.vocab_size=auto` replaced by the size that the run has chosen.
 
-    Before its start, it is the size that it will choose, or `auto` if that depends on the corpus. Raises `ConfigError`.
+    Before the start, the size that the run will choose, or `auto` if the corpus decides it. Raises `ConfigError`.
     """
     config = load_config(directory)
     if config.model.vocab_size != AUTO:
@@ -285,7 +285,7 @@ def status(directory: Path) -> str | None:
 
 
 def mark_interrupted(directory: Path) -> bool:
-    """Write the status "interrupted" for a run that was stopped before it wrote one; else it counts as failed.
+    """Write the status "interrupted" for a run that was stopped before it wrote one: it would count as failed.
 
     No process of the run may be running, except for the caller. Returns whether the status was written.
     """

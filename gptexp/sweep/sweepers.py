@@ -113,7 +113,7 @@ class CellSweeper(Sweeper):
             self.launcher.close()
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
-            lock.close()  # first: the report says whether a command still runs the sweep
+            lock.close()  # before the report, which says whether a command still runs it
             _report(self.directory, self.cells)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
@@ -232,7 +232,7 @@ class CellSweeper(Sweeper):
     def claimed(self, cell: Cell, is_running: bool = False) -> Iterator[None]:
         """Reserve a cell for this command. Raises `InUseError` if another command runs it or has completed it.
 
-        With `is_running`, a job that no other command watches runs it already.
+        `is_running`: it runs already, in a job that no other command watches.
         """
         if not is_running:
             run_dir.check_unlocked(cell.directory, run_dir.LOCKS)
@@ -244,7 +244,7 @@ class CellSweeper(Sweeper):
     def begin_cell(self, cell: Cell, gpus: Sequence[str], job: object) -> int:
         """Announce a cell and, unless a `job` runs it, let Hydra make its directory and call the task there.
 
-        The task trains on the ranks of a launcher; otherwise it saves the config. Returns the task's exit code. Raises
+        On a launcher's ranks the task trains; elsewhere it saves the config. Returns the task's exit code. Raises
         the task's `UserError`.
         """
         self.begun += 1
@@ -290,7 +290,7 @@ class CellSweeper(Sweeper):
         return shared.exists()
 
     def take_decisions(self, cell: Cell) -> None:
-        """Give a cell that has no resolved `auto` values those of a cell with equal memory needs, else the sweep's own.
+        """If a cell has no resolved `auto` values, copy those of a cell with equal memory needs, else the sweep's own.
 
         The memory needs decide the micro-batch size. A sweep resolves all other values once, for all cells.
         """
@@ -308,7 +308,7 @@ class GridSweeper(CellSweeper):
 
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         cells = [list(cell) for space in spaces for cell in itertools.product(*map(self._overrides, space))]
-        return list({frozenset(cell): cell for cell in cells}.values())  # with arguments, mappings can share cells
+        return list({frozenset(cell): cell for cell in cells}.values())  # arguments can make mappings share cells
 
     @staticmethod
     def _overrides(axis: Axis) -> list[str]:

@@ -70,7 +70,7 @@ def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog) -> str |
     loop = _Loop(t, state, stop, log)
     try:
         return loop.run()
-    except DivergedError:  # on all ranks; after other errors, the wait for a lost rank would never end
+    except DivergedError:  # raised on all ranks; after others, the wait for a lost rank would never end
         t.checkpoints.finish(log)
         raise
     finally:
@@ -344,7 +344,7 @@ class _Loop:
     def evaluate_checkpoint(self, due: Sequence[Evaluation], resumed: bool = False) -> str | None:
         """Measure the newest checkpoint, and log the metrics. If a stop cuts this short, return the reason to stop.
 
-        The run then ends at this checkpoint, and measures again when it is `resumed`. That is the last attempt: if
+        The run then ends at this checkpoint, and measures once more, for the last time, when it is `resumed`: if
         train.max_minutes is shorter than the measurement, training would otherwise never go on. *Collective.*
         """
         t, state, step = self.t, self.state, self.state.step - 1

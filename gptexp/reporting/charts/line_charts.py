@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 ZOOM = "Drag to move, Shift and scroll to zoom, double-click to reset."
 GAPS = "Lines have gaps where logged steps are missing."
-THIN, LEAST = 64, 8  # in a chart of several runs, each keeps at least THIN points; of very many runs, at least LEAST
+THIN, LEAST = 64, 8  # each of several runs in a chart keeps at least THIN points, each of very many at least LEAST
 MOST_POINTS = 16_384  # approximate limit of the points of all runs in such a chart
 SMOOTH, LEAST_SMOOTH = 0.05, 5  # window of a loss's running mean: share of the logged steps; at least so many steps
 RUNNING = 0.1  # window of the running mean of clipped steps: share of a run's logged steps
@@ -279,7 +279,7 @@ def _unit_of_time(longest: float) -> tuple[str, int]:
 def _range(points: Sequence[Spec]) -> tuple[float, float]:
     """The range of nearly all losses after the warm-up, with a margin.
 
-    Diverged runs among several do not count. Until a run has ended its warm-up, all losses count.
+    Diverged runs among several do not count. If no run has ended its warm-up, all losses count.
     """
     shown = sorted([point["smooth"] for point in points if point["settled"]] or [point["smooth"] for point in points])
     low, high = shown[0], shown[int(NEARLY_ALL * (len(shown) - 1))]
@@ -288,7 +288,7 @@ def _range(points: Sequence[Spec]) -> tuple[float, float]:
 
 
 def _end_labels(lines: Lines, points: Sequence[Spec], low: float, high: float) -> list[Spec]:
-    """A label at the end of each run's lines, kind of loss, or learning rate and batch size; none if there are many."""
+    """A label at the line's end for each run, kind of loss, or learning rate and batch size; none if there are many."""
     single, several_sizes = len(lines.runs) == 1, len({run.batch for run in lines.runs}) > 1
     with_loss = single or lines.labels is not None
     ends: dict[str, Spec] = {}
@@ -321,7 +321,7 @@ def _heights(ends: Mapping[str, Spec], over: str, low: float, high: float) -> di
 
 
 def _noise_scale(lines: Lines) -> Figure | None:
-    """Noise scale over tokens, with the measured critical batch size and those in use, which a ramp changes."""
+    """Noise scale over tokens, measured critical batch size, and batch sizes in use, which a ramp changes."""
     points = _values(lines, lambda step: step.noise_scale)
     if not points:
         return None
@@ -403,7 +403,7 @@ def _values(lines: Lines, value_of: Callable[[Step], float | None], running: flo
 
 
 def _run_fields(lines: Lines, run: Run, point: Point | Sharpness) -> Spec:
-    """The fields that name a point's run. If steps are missing, also the part of its line, which has gaps there."""
+    """The fields that name a point's run. If steps are missing, also the part of its line, between two gaps."""
     label = {"run": lines.labels[run.name], "short": run.name} if lines.labels is not None else {}
     part = {"part": bisect_right(run.gaps, point.step, key=lambda gap: gap.stop)} if run.gaps else {}
     return {"run": run.name, "rate": f"{run.lr:.3g}", "size": f"{run.batch:,}", **label, **part}

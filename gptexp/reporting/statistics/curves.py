@@ -21,7 +21,7 @@ Side = Literal["higher", "lower"]
 
 OUTSIDE = 0.1  # an optimum is bracketed if it lies outside the grid with at most this probability
 LIKELY = 0.5  # above this probability of an optimum on one side of the grid, runs should go on there
-SURE_SIDE = 0.9  # from this probability of one side, two learning rates suffice to show where to go on
+SURE_SIDE = 0.9  # if a side is at least this likely, two learning rates suffice to show where to go on
 MOST_HUMPS = 0.25  # share of a batch size's learning rates; if more of them are humps, its losses are jagged
 FAR_UP = 0.5  # share of the range of mean losses; cells where the curve lies higher are not compared with it
 WILD = 2.0  # seeds that vary by more than so many times the curve's noise are judged without the curve
@@ -106,7 +106,7 @@ class BatchFit:
         self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
         self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # lr -> weights of its runs, by rising loss
         self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
-        # The lowest learning rate that diverged above the best one is too large, so it ends the grid. But if the
+        # The lowest diverged learning rate above the best one is too large, so it ends the grid. But if the
         # optimum seems to lie between it and the highest one that completed, no loss near the optimum is known.
         limit, centre = float(cells.limit[j]), float(np.median(self.octaves))
         is_between = limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
@@ -191,7 +191,7 @@ class BatchFit:
     def misses(self) -> dict[float, float]:
         """By how many standard errors the curve lies above the mean loss of each cell that is not far up (`FAR_UP`).
 
-        The standard error contains the curve's uncertainty and the cell's noise. It is the noise alone for cells that
+        The standard error contains the curve's uncertainty and the cell's noise, or only the noise: for cells that
         hardly count, because they have not moved the curve, and for the best cell, whose loss is shown as the answer.
         """
         draws = self.posterior.loss(self.batch, self.x)

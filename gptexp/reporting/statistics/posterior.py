@@ -35,21 +35,21 @@ from gptexp.reporting.statistics.likelihood import (
 from gptexp.reporting.statistics.noise import CONFIDENCE
 
 DRAWS = 2000
-NARROWEST = 0.1  # octaves: the narrowest interval of an optimum, because no form of a curve is known better
+NARROWEST = 0.1  # octaves: the narrowest interval of an optimum, because no form of a curve is more exact
 POINTS = 128  # points of importance sampling, for each form and stage
 STAGES, ENOUGH = 10, 80.0  # importance sampling: most stages; effective sample size at which it ends earlier
 PROPOSAL_DOF = 6.0
-MOST_STEPS, SMALL_GAIN = 9, 0.1  # Newton's method: most steps; it ends when a step raises the log posterior by less
+MOST_STEPS, SMALL_GAIN = 9, 0.1  # Newton's method: most steps; gain of the log posterior below which it ends
 FIRST_STEP, LONGEST_STEP = 0.15, 3.0  # first finite difference, longest Newton step, in standard deviations of priors
 STEP_SHARES = np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5])  # the shares of a Newton step that are tried
 FIRST, COARSE, FINE = 100, 16, 24  # places (values of m_j) that are tried: at first, in the search, at the mode
 FORM_ERROR = 0.03  # octaves: standard deviation of a form's error in the optimum; larger for curves unlike a parabola
-# A form is left out if its log evidence is more than this below that of the best form: in the final draws; before
+# A form is left out if the best form's log evidence is higher by more than this: in the final draws; before
 # outliers are known; in the draws that find outliers.
 NEGLIGIBLE, NEGLIGIBLE_BEFORE, NEGLIGIBLE_FOR_OUTLIERS = 6.0, 9.0, 2.0
 RUN_DOF, CELL_DOF = 5.0, 1.5  # degrees of freedom of the t distributions that weigh single runs, and whole cells
 USUAL = 2.0  # standard deviations within which a run, and the sum of squares of a cell, keep full weight
-FAR = 2.5  # before there are curves, a run beyond so many times the median height or the noise counts less
+FAR = 2.5  # in the first weights, a run further off than so many median heights or sigmas counts less
 TIMES_WEIGHED = 2  # how often the posterior sets the weights
 KNOWN = 3  # with so many seeds beyond the first, the prior of the noise is centred on theirs, not on the usual spread
 
@@ -165,7 +165,7 @@ class _Sample:
         return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
 
     def log_posterior(self, z: Array) -> tuple[Array, Array]:
-        """The logarithm of prior times likelihood of each z, and the log evidence of each place (J, T, M).
+        """Log of prior times likelihood of each z, and log evidence of each place, shape (J, T, M).
 
         The noise is set to its median: its uncertainty hardly moves the shared parameters, and the draws include it.
         """
