@@ -1,5 +1,6 @@
 """The specifications of figures, without a browser."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -104,3 +105,21 @@ def test_tooltips_have_words_and_rounded_numbers(tmp_path: Path) -> None:
     texts = {"run", "rate", "size", "seed", "what"}
     assert {entry["field"] for entry in entries if "format" not in entry} <= texts
     assert {entry["format"] for entry in entries if entry["field"] == "loss"} == {".4f"}
+
+
+def test_the_answer_is_marked_on_the_curves(tmp_path: Path) -> None:
+    """At the fitted optimum; without one, at the lowest mean."""
+    root = write_sweep(tmp_path / "sweep", batches=(4096,))
+
+    def marked() -> tuple[float, str]:
+        layers = figures_of(root)["curves"].spec["layer"]
+        [[point]] = [layer["data"]["values"] for layer in layers if layer["mark"].get("dy") == 22]
+        return point["lr"], point["label"]
+
+    [best] = build_report(root).analysis.arms[0].curves.optima.values()
+    assert marked() == (best.lr, f"best: {best.lr:.3g} ({best.low:.3g} to {best.high:.3g})")
+    for run in root.glob("lr=*"):
+        if not run.name.startswith(("lr=0.01,", "lr=0.02,")):
+            shutil.rmtree(run)
+    lr, label = marked()
+    assert label == f"lowest: {lr:.3g}"

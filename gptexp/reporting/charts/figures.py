@@ -25,7 +25,7 @@ from gptexp.reporting.listings.records import Run
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import CENTRAL
 
-ROOM_BELOW = 0.12  # room for a label below the lowest loss, as a share of the range of losses
+ROOM_BELOW = 0.15  # room for a label below the lowest loss, as a share of the range of losses
 MOST_COLUMNS = 28  # up to so many columns, a heat map as wide as the page has room for losses; a narrower one: half
 MOST_COLUMNS_ON_A_PHONE = 7
 ROW_HEIGHT = 28  # pixels, for each row of a heat map on a phone
@@ -77,7 +77,7 @@ def _curves(arm: Arm) -> Figure | None:
         vl.layer("line", fitted, strokeWidth=2.5),
         *points,
         *_minima(arm),
-        *_lowest(arm),
+        *_answer(arm),
         _labels_at_ends(means, y, low, high),
     ]
     near = {"encoding": {"y": {"scale": {"domain": [bottom, ceiling], "clamp": True}}}}
@@ -156,16 +156,20 @@ def _minima(arm: Arm) -> list[Spec]:
     ]
 
 
-def _lowest(arm: Arm) -> list[Spec]:
-    """Layers of a ring around the lowest mean, and of its label."""
-    lowest = []
+def _answer(arm: Arm) -> list[Spec]:
+    """Layers of a ring and a label at the optimum of the batch size with the lowest mean, else at that mean."""
+    answer = []
     if arm.best is not None:
         batch, lr = arm.best
-        lowest = [{"lr": lr, "loss": arm.means[arm.best], "size": f"{batch:,}", "label": f"lowest: {lr:.3g}"}]
+        point = {"lr": lr, "loss": arm.means[arm.best], "label": f"lowest: {lr:.3g}"}
+        if (best := arm.curves.optima.get(batch)) is not None:
+            label = f"best: {best.lr:.3g} ({best.low:.3g} to {best.high:.3g})"
+            point = {"lr": best.lr, "loss": best.loss, "label": label}
+        answer = [{**point, "size": f"{batch:,}"}]
     text = {"style": "label", "dx": 0, "dy": 22, "align": "center", "fontWeight": "bold"}
     return [
-        vl.layer("point", lowest, {"color": None}, size=260, strokeWidth=2, style="best"),
-        vl.layer("text", lowest, {"text": {"field": "label"}}, **text),
+        vl.layer("point", answer, {"color": None}, size=260, strokeWidth=2, style="best"),
+        vl.layer("text", answer, {"text": {"field": "label"}}, **text),
     ]
 
 
