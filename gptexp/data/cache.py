@@ -14,6 +14,7 @@ from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.shards import MANIFEST, data_errors
+from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.errors import DataError, UnavailableError, UserError
 from gptexp.storage.run_dir import TOKENIZER
 
@@ -72,4 +73,5 @@ def write_tokenizer(tokenizer: str, directory: Path, find_characters: Callable[[
     if tokenizer == CHARS and not path.exists():
         CharTokenizer(find_characters()).save(path)
     elif tokenizer not in NAMES:
+        load_tokenizer(tokenizer)  # so that an error names the file that was given
         shutil.copyfile(tokenizer, path)  # at each start, as a preparation may be killed while it copies

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from gptexp.data import hub
+from gptexp.process import pointers
 from gptexp.process.errors import ConfigError, DataError, UnavailableError, UserError, first_line
 from gptexp.process.words import shown
 
@@ -24,10 +25,14 @@ Compression = Literal["gzip", "zstd"]
 
 BLOCK_BYTES = 1 << 20  # bytes of a file that are read at once
 ROWS = 1024  # rows of parquet that are converted at once
-_COMPRESSED: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_COMPRESSED: dict[bytes, Compression] = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd",
+    **{bytes([0x50 + n, 0x2A, 0x4D, 0x18]): "zstd" for n in range(16)},  # a frame to skip, as pzstd begins with
+}  # fmt: skip
 _JSONL = (".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".zstd")
 _PARQUET = b"PAR1"  # the first and the last bytes of a file
+_ARROW_FILE = b"ARROW1"  # the first bytes of a file in Arrow's file format; its stream format has none
 _FOREIGN = {
     b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
@@ -68,6 +73,7 @@ Part = list[Span | HubFile]  # what one worker tokenises at a time
 def kind_of(path: Path) -> tuple[Kind, Compression | None]:
     """The format of a file, and how it is compressed. Raises `DataError`, also for formats that gptexp cannot read."""
     name = path.name.lower()
+    refuse_pointer(path)
     with _reading(path), path.open("rb") as file:
         head = file.read(8)
         if head.startswith(_PARQUET) or name.endswith(".parquet"):
@@ -84,6 +90,12 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
     if head.startswith(b"\x93NUMPY") or name.endswith((".bin", ".npy")):
         raise DataError(f"{path}: tokens, not text; use data=tokens data.path={shown(str(path))}")
     return _kind_of_lines(Span(path, "text", compression), name.removesuffix(packed)), compression
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `DataError` if `path` is a pointer of git-lfs."""
+    if why := pointers.why_unreadable(path):
+        raise DataError(f"{path}: {why}")
 
 
 def _kind_of_lines(span: Span, name: str) -> Kind:
@@ -177,14 +189,15 @@ def pieces(blocks: Iterable[str], cut_before: str) -> Iterator[str]:
 
 
 def _blocks(span: Span) -> Iterator[bytes]:
-    """The uncompressed bytes of a span of text or jsonl."""
+    """The uncompressed bytes of a span of text or jsonl, without a byte-order mark."""
     left = span.end - span.start if span.end is not None else None
+    is_first = span.start == 0
     with _reading(span.path), _open(span) as file:
         if span.start:
             file.seek(span.start)
         while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
-            yield block
-            left = None if left is None else left - len(block)
+            yield block.removeprefix(codecs.BOM_UTF8) if is_first else block
+            left, is_first = None if left is None else left - len(block), False
 
 
 def _open(span: Span) -> IO[bytes] | gzip.GzipFile:
@@ -264,15 +277,21 @@ def _parquet(span: Span, column: str) -> Iterator[str]:
 def _arrow(span: Span, column: str) -> Iterator[str]:
     with _reading(span.path):
         arrow = pyarrow(span.path)
-        with arrow.memory_map(str(span.path)) as source, arrow.ipc.open_stream(source) as stream:
-            _check_column(span.path, stream.schema.names, column)
-            yield from _texts(span.path, stream, column, 0)
+        with arrow.memory_map(str(span.path)) as source:
+            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+            source.seek(0)
+            with (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(source) as reader:
+                batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                _check_column(span.path, reader.schema.names, column)
+                yield from _texts(span.path, batches, column, 0)
 
 
 def _texts(path: Path, batches: Any, column: str, before: int) -> Iterator[str]:
     """Yield the texts in a column of record batches. `before` rows of the file precede them."""
     for batch in batches:
         values = batch.column(batch.schema.get_field_index(column))
+        if str(values.type) in ("binary", "large_binary"):
+            values = values.cast("string", safe=False)  # the next line checks that it is UTF-8
         if not _is_valid(values):
             bad = next((i for i in range(len(values)) if not _is_valid(values.slice(i, 1))), 0)
             row = before + bad + 1
@@ -317,6 +336,9 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:  # for a damaged file, gzip and pyarrow raise errors of many types
         if isinstance(error, OSError) and error.errno:
             raise UnavailableError(f"{path}: {first_line(error)}; no tokens were saved") from None
+        if "too much memory" in str(error):
+            rule = "compressed with a larger window than Zstandard's default allows (zstd --long)"
+            raise DataError(f"{path}: {rule}; decompress it with zstd -d --long=31, and compress it without") from None
         raise DataError(f"{path}: {first_line(error)}; copy it again, no tokens were saved") from None
 
 

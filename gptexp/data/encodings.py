@@ -7,6 +7,8 @@ Their hash is checked. tiktoken downloads its other encodings.
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import regex
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 from tiktoken_ext.openai_public import r50k_pat_str
@@ -55,10 +57,15 @@ class Encoding:
         return self.splits_as_gpt2 and self.n_vocab == _END_OF_TEXT + 1
 
     def encode_ordinary(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
 
     def encode_array(self, text: str) -> Tokens:
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self._dtype)
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self._dtype)
+        except ValueError:  # tiktoken's regular expressions cannot split a million blanks; those of regex can
+            words = regex.findall(self.pattern, text)
+            return np.array([id for word in words for id in self._encoding._encode_single_piece(word)], self._dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.decode_tokens_bytes(tokens)).decode(errors="replace")

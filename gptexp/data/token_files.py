@@ -17,7 +17,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from pickle import Unpickler, UnpicklingError
@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from gptexp.config.paths import matching_files
+from gptexp.data.documents import refuse_pointer
 from gptexp.data.shards import data_errors
 from gptexp.data.stream import BLOCK_BYTES, Shard
 from gptexp.process.errors import DataError, first_line
@@ -112,6 +113,7 @@ def sidecars(files: Sequence[TokenFile]) -> list[Path]:
 
 def _open(path: Path, asked: str | None) -> TokenFile:
     """Find the ids of a file. Raises `DataError` unless its size fits its header and its ids."""
+    refuse_pointer(path)
     with data_errors(path), path.open("rb") as file:
         head = file.read(_LLMC_HEADER.size)
         size = path.stat().st_size
@@ -219,9 +221,18 @@ class _Seen:
 
     max_id: int = 0
     ends: int = 0  # how many ids are the end of a text
-    odd_zeros: int = 0  # how many of the ids at odd positions are zero
+    zeros: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))  # ids that are 0, by their position mod 4
     tokens: int = 0
     commonest: float = 1.0  # the share of the most frequent id in the first block
+
+    def true_id_bytes(self, id_bytes: int) -> int:
+        """The bytes of an id that was written: more than `id_bytes`, as which it was read, if upper halves are 0."""
+        if self.tokens >= 64 and self.zeros[0] < self.tokens / 16:
+            for factor in (4, 2) if id_bytes == 2 else (2,):
+                upper = [position for position in range(4) if position % factor]
+                if min(self.zeros[upper]) > self.tokens / 8:  # of each position, which a quarter of the ids have
+                    return factor * id_bytes
+        return id_bytes
 
 
 @dataclass(frozen=True)
@@ -251,7 +262,7 @@ def read(file: TokenFile, vocabulary: Vocabulary, trusted: bool) -> tuple[Shard,
             if not seen.tokens and seen.max_id < vocabulary.n_vocab:
                 seen.commonest = float(np.bincount(ids).max()) / len(ids)
             seen.ends += 0 if end is None else int(np.count_nonzero(ids == end))
-            seen.odd_zeros += int(np.count_nonzero(ids[1::2] == 0))
+            seen.zeros += [np.count_nonzero(ids[position::4] == 0) for position in range(4)]
             seen.tokens += len(ids)
     _refuse_improbable(file, seen, vocabulary, trusted)
     size = file.offset + file.id_bytes * file.tokens
@@ -262,20 +273,23 @@ def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, tru
     n_vocab, end = vocabulary.n_vocab, vocabulary.end
     fix = "set data.tokenizer to that of these files, or data.format to their format"
     of_vocabulary = f"the {n_vocab:,} ids of data.tokenizer={vocabulary.tokenizer}"
-    if file.id_bytes == 2 and seen.tokens >= 64 and seen.odd_zeros > seen.tokens // 4:
-        raise DataError(
-            f"{file.path}: {2 * seen.odd_zeros / seen.tokens:.0%} of every second id are 0, as if ids of 32 bits were "
-            "read as 16; use data.format=raw32"
-        )
+    if (true_bytes := seen.true_id_bytes(file.id_bytes)) != file.id_bytes:
+        rule = f"ids of {8 * true_bytes} bits, read as {8 * file.id_bytes}: most of their upper halves are 0"
+        convert = f"numpy.fromfile({file.path.name!r}, '<i8').astype('<u4').tofile('ids32.bin')"
+        fix = "use data.format=raw32" if true_bytes == 4 else f"convert them, {convert}, and use data.format=raw32"
+        raise DataError(f"{file.path}: {rule}; {fix}")
+    if file.id_bytes == 2 and n_vocab > 2**16:
+        raise DataError(f"{file.path}: ids of 16 bits, which cannot hold {of_vocabulary}; {fix}")
     if seen.max_id >= n_vocab:
         raise DataError(f"{file.path}: contains id {seen.max_id:,}, outside {of_vocabulary}; {fix}")
     if trusted or seen.tokens < JUDGED:
         return
     if seen.max_id < n_vocab // 2:
         raise DataError(f"{file.path}: its largest id is {seen.max_id:,}, too small for {of_vocabulary}; {fix}")
-    if seen.commonest < NOISE:
+    if seen.commonest < NOISE and file.format in ("raw16", "raw32"):  # the others have a header, which is proof enough
         raise DataError(
-            f"{file.path}: its most frequent id has a share of {seen.commonest:.2%}, as in noise, not in text; {fix}"
+            f"{file.path}: its most frequent id has a share of {seen.commonest:.2%}, as in noise, not in text; {fix}. "
+            f"If the ids are right, give data.format={file.format}"
         )
     if end is not None and (seen.ends > seen.tokens // 4 or (seen.ends == 0 and seen.tokens >= LONG)):
         raise DataError(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from gptexp.config.vocabulary import BYTES, NAMES
 from gptexp.data.characters import CHARACTERS, ByteTokenizer, CharTokenizer
 from gptexp.data.shards import Tokens
+from gptexp.process import pointers
 from gptexp.process.errors import DataError, first_line
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import TOKENIZER
@@ -84,7 +85,8 @@ def _loaded(path: Path, _mtime_ns: int, _size: int) -> Tokenizer:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); restore it, or give another") from None
+        why = f"not a tokenizer.json ({first_line(error)}); restore it, or give another"
+        raise DataError(f"{path}: {pointers.why_unreadable(path) or why}") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a tokenizer.json (it holds no object); restore it, or give another")
     if characters := _characters_in(content):

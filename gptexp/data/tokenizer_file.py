@@ -37,8 +37,9 @@ class FileTokenizer:
             raise ConfigError(
                 f"data.tokenizer={path}: needs the package tokenizers; run: pip install 'gptexp[tokenizers]'"
             ) from None
+        self.content = _plain(content)
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_str(json.dumps(self.content))
             self._vocab: dict[str, int] = self._tokenizer.get_vocab()
         except Exception as error:  # the package raises `Exception` itself
             raise DataError(f"{path}: not a tokenizer.json ({first_line(error)}); give another file") from None
@@ -95,6 +96,19 @@ class FileTokenizer:
             else:
                 found[id] = self.decode([before, id])[start:].encode()
         return found
+
+
+def _plain(content: dict[str, Any]) -> dict[str, Any]:
+    """`content` without what adds tokens to each text (`<s>`), or encodes it at random (dropout of merges).
+
+    gptexp trains without them, so an export is without them too.
+    """
+    content, processor = dict(content), content.get("post_processor")
+    if isinstance(processor, dict) and processor.get("type") != "ByteLevel":  # which moves only offsets
+        content["post_processor"] = None
+    if isinstance(model := content.get("model"), dict) and model.get("dropout"):
+        content["model"] = {**model, "dropout": None}
+    return content
 
 
 def _of_byte_level(token: str) -> bytes:

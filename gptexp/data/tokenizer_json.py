@@ -24,7 +24,7 @@ def transformers_files(tokenizer: Tokenizer, block_size: int) -> dict[str, str]:
         return _of_encoding(tokenizer, block_size)
     if isinstance(tokenizer, FileTokenizer):
         return {
-            TOKENIZER: tokenizer.path.read_text(encoding="utf-8"),
+            TOKENIZER: _json(tokenizer.content),
             SETTINGS: _settings(tokenizer.eot_text, block_size),
         }
     if isinstance(tokenizer, CharTokenizer):

@@ -33,6 +33,7 @@ from torch import nn
 from gptexp.config.batch import crosses
 from gptexp.config.noise_scale import NoiseScale
 from gptexp.config.schema import from_dict
+from gptexp.process import pointers
 from gptexp.process.errors import CheckpointError, StorageError, first_line
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, shown
@@ -382,7 +383,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with tensor_files.opened(file) as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({first_line(error)}); copy or download it again") from None
+        why = pointers.why_unreadable(file) or f"cannot be read ({first_line(error)}); copy or download it again"
+        raise CheckpointError(f"{file}: {why}") from None
 
 
 def has_state(path: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptexp.process import pointers
 from gptexp.process.errors import CheckpointError, first_line
 from gptexp.storage.checkpoint import read_tensors
 
@@ -36,7 +37,8 @@ def _files_of(index: Path) -> list[Path]:
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file in another directory")
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of weights ({first_line(error)})") from None
+        why = pointers.why_unreadable(index) or f"not an index of weights ({first_line(error)})"
+        raise CheckpointError(f"{index}: {why}") from None
     files = [index.with_name(name) for name in names]
     for file in files:
         if not file.is_file():
@@ -74,7 +76,8 @@ def _unpickled(file: Path, device: str) -> Any:
         why = "it is no file of torch.save, or holds more than tensors and plain values, which would run code"
     except Exception:  # torch's reader raises many types, some of them of the modules that it uses
         why = "it is damaged, or no file of torch.save"
-    raise CheckpointError(f"{file}: cannot be read ({why}); copy or download it again")
+    known = pointers.why_unreadable(file) or f"cannot be read ({why}); copy or download it again"
+    raise CheckpointError(f"{file}: {known}")
 
 
 def _named_tensors(file: Path, content: Any) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The documents in files of each format, and the parts into which a corpus is divided."""
 
 import bz2
+import codecs
 import gzip
 import json
 import lzma
@@ -118,8 +119,35 @@ def as_parquet(path: Path, texts: list[str]) -> None:
     parquet.write_table(table, path, row_group_size=7, compression="zstd")
 
 
+def as_pzstd(path: Path, texts: list[str]) -> None:
+    """With a frame to skip, in which pzstd writes the size of the next one."""
+    as_zstd(path, texts)
+    path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0" + b"\x01\0\0\0" + path.read_bytes())
+
+
+def as_json_with_a_mark(path: Path, texts: list[str]) -> None:
+    as_jsonl(path, texts)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+
+
+def as_parquet_of_bytes(path: Path, texts: list[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    column = pyarrow.array([text.encode() for text in texts], pyarrow.binary())
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": column}), path)
+
+
+def as_arrow_file(path: Path, texts: list[str]) -> None:
+    """Arrow's file format, which pandas and polars call feather."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": texts})
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table, max_chunksize=7)
+
+
 WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
     ".jsonl": as_jsonl, ".jsonl.gz": as_gzip, ".jsonl.zst": as_zstd, ".parquet": as_parquet,
+    ".ndjson.zst": as_pzstd, ".json": as_json_with_a_mark, ".bytes.parquet": as_parquet_of_bytes,
+    ".arrow": as_arrow_file,
 }  # fmt: skip
 
 
@@ -170,6 +198,14 @@ def bad_utf8(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), path)
 
 
+def with_a_long_window(path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters(window_log=31)
+    compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()  # of unknown length
+    path.write_bytes(compressor.compress(b"some text\n" * 99) + compressor.flush())
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
 BAD: dict[str, tuple[str, Any, str]] = {
     "no JSON": ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl: line 3: not JSON"),
     "no object": ("a.jsonl", '{"text": "x"}\n[1]\n', "a.jsonl: line 2: [1] is not a JSON object"),
@@ -205,6 +241,9 @@ BAD: dict[str, tuple[str, Any, str]] = {
     ),
     "cut parquet": ("a.parquet", cut_parquet, "a.parquet: not a complete parquet file; copy it again"),
     "text as parquet": ("a.parquet", "text", "a.parquet: not a complete parquet file; copy it again"),
+    "a pointer": ("a.txt", POINTER, "a.txt: a git-lfs pointer in place of the file; run: git lfs pull"),
+    "a pointer as parquet": ("a.parquet", POINTER, "a.parquet: a git-lfs pointer in place of the file"),
+    "a long window": ("a.txt.zst", with_a_long_window, "a larger window than Zstandard's default allows (zstd --long)"),
     "tokens": ("train.bin", b"\0\1\2\3", "train.bin: tokens, not text; use data=tokens"),
 }
 
@@ -254,6 +293,13 @@ def test_a_file_is_jsonl_if_its_name_or_its_first_line_says_so(
         path = tmp_path / (f"{name}.gz" if packed else name)
         path.write_bytes(gzip.compress(given.encode(), 1) if packed else given.encode())
         assert kind_of(path) == (kind, "gzip" if packed else None)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "été".encode())
+    assert list(documents(Span(tmp_path / "a.txt", "text"), WHITE, "text")) == [("été", True)]
+    data = text_config(tmp_path / "a.txt", tokenizer="chars", cache_dir=str(tmp_path / "cache"), val_tokens=0)
+    assert json.loads((prepare(data)[0] / "tokenizer.json").read_text())["characters"] == "té"
 
 
 def test_halves_of_a_character_in_jsonl_are_replaced(tmp_path: Path) -> None:

@@ -180,13 +180,20 @@ def char_ids(path: Path, _: list[int]) -> None:
     raw(path, [i % 65 for i in range(20_000)])
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 200001024\n" % (b"0" * 64)
 NOISE = np.random.default_rng(0).integers(50257, size=40_000).tolist()
 
 # What a wrong guess would read as ids -> writer, name, further keys, and the refusal.
 WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
-    "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "as if ids of 32 bits were read as 16"),
+    "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "ids of 32 bits, read as 16.*format=raw32"),
     "16 bits as 32": (raw, "train.bin", {"format": "raw32"}, r"outside the 50,257 ids of data.tokenizer=gpt2"),
     "32 bits, asked for as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {"format": "raw16"}, "ids of 32 bits"),
+    "64 bits as 16": (lambda p, ids: raw(p, ids, "<i8"), "train.bin", {}, "ids of 64 bits, read as 16.*astype"),
+    "64 bits as 32": (lambda p, ids: raw(p, ids, "<i8"), "train.bin", {"format": "raw32"}, "ids of 64 bits.*as 32"),
+    "a pointer": (lambda p, _: p.write_bytes(POINTER), "train.bin", {}, "a git-lfs pointer.*run: git lfs pull"),
+    "a pointer, asked for as ids": (
+        lambda p, _: p.write_bytes(POINTER), "train.bin", {"format": "raw16"}, "a git-lfs pointer",
+    ),
     "llm.c as raw": (llmc, "train.bin", {"format": "raw16"}, "header of the format llmc; leave out data.format=raw16"),
     "numpy as raw": (npy, "train.npy", {"format": "raw16"}, "header of the format npy; leave out data.format=raw16"),
     "characters as GPT-2's": (char_ids, "train.bin", {}, "its largest id is 64, too small for the 50,257 ids"),
@@ -215,6 +222,23 @@ def test_a_wrong_guess_is_refused_in_one_line(folder: Path, guess: str) -> None:
     assert "\n" not in str(refused.value)
     assert str(folder) in str(refused.value)
     assert not list((folder.parent / "cache").glob("*/"))
+
+
+@pytest.mark.parametrize("write", [llmc, npy, megatron], ids=["llm.c", "numpy", "Megatron"])
+def test_random_ids_with_a_header_are_read_as_one_makes_them_to_measure_speed(folder: Path, write: Writer) -> None:
+    write(folder / "train.npy" if write is npy else folder / "train.bin", NOISE)
+    assert stream_of(prepare(config(folder))[0]) == NOISE
+
+
+@pytest.mark.parametrize("keys", [{}, {"format": "raw16"}], ids=["found", "asked"])
+def test_ids_of_16_bits_are_refused_beside_a_tokenizer_of_more(folder: Path, keys: dict[str, Any]) -> None:
+    """Those above 65,535 have wrapped when they were saved."""
+    vocab = {chr(0x10000 + i): i for i in range(70_000)}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    raw(folder / "train.bin", [i * 7 % 70_000 % 65_536 for i in range(40_000)])
+    with pytest.raises(UserError, match="ids of 16 bits, which cannot hold the 70,000 ids"):
+        prepare(config(folder, tokenizer=str(folder / "tokenizer.json"), **keys))
 
 
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:

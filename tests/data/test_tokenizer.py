@@ -18,6 +18,7 @@ from gptexp.data import encodings, tokenizer
 from gptexp.data.characters import CharTokenizer, characters_of
 from gptexp.data.documents import pieces
 from gptexp.data.tokenizer import bytes_of_ids, document_start, load_tokenizer
+from gptexp.data.tokenizer_json import transformers_files
 from gptexp.process.errors import DataError
 
 TEXT = "naïve 東京 🙂\r\n\tdef main():\n\n  return  x\n" * 3
@@ -126,6 +127,37 @@ def test_a_tokenizer_json_gives_the_ids_of_the_library(tmp_path: Path, kind: str
     name = "<|endoftext|>" if kind == "bytes" else "</s>"
     assert loaded.eot_token not in loaded.encode_ordinary(f"a {name} in a text is text")
     assert load_tokenizer("chars", tmp_path).encode_ordinary(TEXT) == loaded.encode_ordinary(TEXT)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_nothing_is_added_to_a_text_or_drawn(tmp_path: Path, kind: str) -> None:
+    """Llama's file begins each text with <s>; dropout merges at random. An export encodes as training did."""
+    library = from_library(tmp_path, kind)
+    path = tmp_path / "tokenizer.json"
+    content, expected = json.loads(path.read_text()), library.encode(TEXT, add_special_tokens=False).ids
+    first = {"SpecialToken": {"id": "a", "type_id": 0}}
+    special = {"a": {"id": "a", "ids": [expected[0]], "tokens": [library.id_to_token(expected[0])]}}
+    sequence = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": sequence, "pair": sequence, "special_tokens": special,
+    }  # fmt: skip
+    content["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(content))
+    loaded = load_tokenizer(str(path))
+    assert all(loaded.encode_ordinary(TEXT) == expected for _ in range(3))
+    exported = transformers_files(loaded, 8)["tokenizer.json"]
+    again = pytest.importorskip("tokenizers").Tokenizer.from_str(exported)
+    assert all(again.encode(TEXT).ids == expected for _ in range(3))
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b", "\n" * 1_500_000, " " * 700_000 + "\t" * 700_000 + "x"])
+def test_a_million_blanks_have_the_ids_of_fewer(text: str) -> None:
+    """tiktoken's regular expression overflows its stack at this length."""
+    gpt2 = load_tokenizer("gpt2")
+    few = text.replace(" " * 1000, " ").replace("\n" * 1000, "\n").replace("\t" * 1000, "\t")
+    ids, of_few = gpt2.encode_array(text).tolist(), gpt2.encode_ordinary(few)
+    assert gpt2.decode(ids) == text
+    assert {*ids} == {*of_few}
 
 
 ADDED = ["  ", "    ", "東京", "éé", "<0x41>"]
