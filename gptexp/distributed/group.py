@@ -2,8 +2,10 @@
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch.distributed as dist
 
 from gptexp.distributed.ranks import Rank, rendezvous
 from gptexp.process.errors import ConfigError, UnavailableError, UserError
+from gptexp.process.terminal import warn
+from gptexp.process.words import counted
 
 # Seconds added to NCCL's timeout, which aborts the process: gptexp must time out first to report which rank failed.
 NCCL_LATER_S = 30.0
@@ -20,6 +24,7 @@ PREPARATION = timedelta(days=2)  # timeout of waiting for a rank that prepares d
 # reads the addresses of all others from the store: W² messages of 154 + 8 W bytes, 9 GB for 1,024 ranks.
 LAZY_FROM = 64
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
+SAID_AFTER_S = 15.0  # of a wait for the other ranks
 
 
 def connect(rank: Rank) -> dist.Store:
@@ -29,7 +34,7 @@ def connect(rank: Rank) -> dist.Store:
     """
     place = rendezvous(rank)
     try:
-        store, _, _ = next(dist.rendezvous(place))
+        store = _meet(place, rank)
     except dist.DistNetworkError as error:
         if not (rank.by_srun and rank.is_main):
             raise
@@ -40,6 +45,24 @@ def connect(rank: Rank) -> dist.Store:
     # torch 2.13 reuses the store after a restart: without a prefix, an attempt reads the addresses of the previous
     # attempt (pytorch#135712).
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _meet(place: str, rank: Rank) -> dist.Store:
+    """Connect to the store at `place`, where rank 0 waits for all others. Signals end this process meanwhile."""
+    met: Future[dist.Store] = Future()
+
+    def meet() -> None:  # in C++, where Python handles no signal
+        try:
+            met.set_result(next(dist.rendezvous(place))[0])
+        except BaseException as error:
+            met.set_exception(error)
+
+    threading.Thread(target=meet, daemon=True).start()
+    if not wait([met], timeout=SAID_AFTER_S).done:
+        others = counted(rank.world_size - 1, "other rank")
+        variables = "SLURM_STEP_NUM_TASKS" if rank.by_srun else "RANK and WORLD_SIZE"
+        warn(f"rank {rank.rank} waits for {others}; if no launcher has started this process, unset {variables}")
+    return met.result()
 
 
 def backend_of(asked: str, device: str) -> str:

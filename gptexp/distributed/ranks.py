@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gptexp.process.errors import EXIT_FAILED
+from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
 AT_ONCE = "GPTEXP_AT_ONCE"  # environment: number of runs that share this machine; a sweep sets it
 _LAUNCHERS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(PROCID|STEP_NUM_TASKS))$|TORCHELASTIC_"
 )
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # of Open MPI, MPICH, MVAPICH
 CAUSE_FIRST_S = 2.0  # seconds that a failed rank waits, so that the launcher sees its failure before its peers'
 
 
@@ -39,10 +40,29 @@ class Rank:
 
 
 def launcher_rank() -> Rank | None:
-    """The rank that torchrun, gptexp's launcher or srun assigned to this process; None without a launcher."""
+    """The rank that torchrun, gptexp's launcher or srun assigned to this process; None without a launcher.
+
+    Raises `ConfigError` if the variables of a launcher are incomplete, or those of mpirun.
+    """
+    try:
+        return _launcher_rank()
+    except UserError:
+        raise
+    except (KeyError, ValueError) as error:
+        rule = f"the variables of a launcher (torchrun, srun) are incomplete or damaged: {error}"
+        fix = "start all ranks with it, or unset RANK, WORLD_SIZE, SLURM_STEP_NUM_TASKS and SLURM_PROCID"
+        raise ConfigError(f"{rule}; {fix}", "launcher-incomplete") from None
+
+
+def _launcher_rank() -> Rank | None:
     task = _srun_task(os.environ)
     env = {**task, **os.environ}
     if "RANK" not in env or "WORLD_SIZE" not in env:
+        for name in _OF_MPI:
+            if int(env.get(name) or 1) > 1:
+                rule = "mpirun starts processes that know nothing of each other"
+                fix = "start ranks with torchrun or srun, or one process with world.size"
+                raise ConfigError(f"{name}={env[name]}: {rule}; {fix}", "launcher-mpi")
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     # If a task has started torchrun, the ranks differ from the tasks, or TORCHELASTIC_RUN_ID is set.

@@ -17,9 +17,9 @@ from typing import NoReturn
 from gptexp.process.terminal import show_cursor, warn_at_once
 
 # Reason of a stop -> exit code, in the order of the flags that the ranks exchange. `time` is train.max_minutes.
-EXIT_CODES = {"SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
+EXIT_CODES = {"SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
 REASONS = tuple(EXIT_CODES)
-HANDLED = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM)
 STOPPED = tuple(128 + number for number in HANDLED)  # exit codes of a process that a signal has stopped
 
 DEADLINE = "GPTEXP_DEADLINE"  # environment: seconds of the monotonic clock; a launcher sets it for all its attempts
@@ -27,6 +27,11 @@ PARENT = "GPTEXP_PARENT"  # environment: process id of the launcher, for the ran
 
 # Seconds. A terminal and a launcher may both pass on one Ctrl-C; signals closer together than this are one request.
 SAME_REQUEST_S = 1.0
+
+
+def handled() -> list[signal.Signals]:
+    """The signals to handle here: those of `HANDLED`, but SIGHUP only if nohup does not ignore it."""
+    return [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def before_training(directory: Path | None) -> str:
@@ -49,8 +54,8 @@ def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 
 
 def ignore_stops() -> None:
-    """Ignore SIGUSR1 and SIGTERM. Call it after the last save, when only the exit of the process is left."""
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    """Ignore all but SIGINT. Call it after the last save, when only the exit of the process is left."""
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -70,7 +75,8 @@ def ended_in_order() -> Iterator[None]:
     def leave(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ending = [number for number in handled() if number in (signal.SIGTERM, signal.SIGHUP)]
+    before = {number: signal.signal(number, leave) for number in ending}
     try:
         yield
     finally:
@@ -84,7 +90,7 @@ def deadline_after(max_minutes: float | None) -> float:
 
 
 class StopRequest:
-    """Records the first SIGINT, SIGUSR1 or SIGTERM; the loop then stops after the running step.
+    """Records the first of the `HANDLED` signals; the loop then stops after the running step.
 
     A second signal ends the process at once. Before training has begun there is nothing to save, so even the first
     signal ends the process at once.
@@ -113,7 +119,7 @@ class StopRequest:
         code waits for other ranks. As these have ended too, the wait would last until the parent kills the rank.
         """
         self._silent = ignore_sigint
-        for number in HANDLED:
+        for number in handled():
             signal.signal(number, signal.SIG_DFL if ignore_sigint else self.on_signal)
         if ignore_sigint:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -123,8 +129,9 @@ class StopRequest:
         """From now on there is a step to finish and something to save."""
         self.training = True
         if self._silent:
-            for number in (signal.SIGUSR1, signal.SIGTERM):
-                signal.signal(number, self.on_signal)
+            for number in handled():
+                if number != signal.SIGINT:
+                    signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -22,7 +22,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
-from gptexp.process.signals import DEADLINE, HANDLED, PARENT, STOPPED, StopRequest, before_training, deadline_after
+from gptexp.process.signals import (
+    DEADLINE,
+    HANDLED,
+    PARENT,
+    STOPPED,
+    StopRequest,
+    before_training,
+    deadline_after,
+    handled,
+)
 from gptexp.process.terminal import warn
 from gptexp.process.versions import PACKAGE
 from gptexp.storage import run_dir
@@ -64,7 +73,7 @@ def _launch(directory: Path, world_size: int, deadline: float) -> int:
             run_id=uuid.uuid4().hex,
             max_restarts=0,  # the agent would also restart after a signal to stop
             monitor_interval=0.1,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT,SIGUSR1",
+            signals_to_handle=",".join(number.name for number in _passed_on()),
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         if hasattr(config, "shutdown_timeout"):  # torch 2.12 and newer; older agents wait 30 s
@@ -77,6 +86,11 @@ def _launch(directory: Path, world_size: int, deadline: float) -> int:
             rank, failure = _cause(error)
             return _report(rank, failure.exitcode, failure.message)
     return 0
+
+
+def _passed_on() -> list[signal.Signals]:
+    """The signals that the agent passes on to the ranks. It would replace the ignored SIGHUP of nohup."""
+    return [signal.SIGQUIT, *(number for number in handled() if number != signal.SIGINT)]
 
 
 def _silence_agent() -> None:
@@ -140,7 +154,7 @@ def _signals(directory: Path) -> Iterator[list[int]]:
     def before_the_agent(number: int, _frame: FrameType | None) -> None:
         first.leave(received[0] if received else number, before_training(directory))  # no rank is running yet
 
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    names = (signal.SIGINT, *_passed_on())
     before = {number: signal.getsignal(number) for number in names}
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from filelock import FileLock
 
 from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import say, warn
+from gptexp.process.words import counted
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
@@ -59,6 +60,8 @@ class OptunaSweeper(CellSweeper):
         """Open the study. The `cells` are examples, and only those that the study chooses are run."""
         self.study = Study(self.directory, one_space(spaces), self.seed)
         self.total, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
+        if not self.study.wants(self.n_trials):
+            say(f"--- {counted(self.study.completed, 'trial')} of {self.n_trials} completed; nothing is left to run")
         self.trials: dict[Path, list[int]] = {}  # directory of a cell that runs -> the numbers of its trials
 
     def choose(self) -> Cell | None:

@@ -22,10 +22,10 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from gptexp.config.fitted import fitted_warnings
-from gptexp.config.schema import memory_key
+from gptexp.config.schema import LogConfig, memory_key
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
-from gptexp.process.signals import HANDLED, SAME_REQUEST_S, STOPPED
+from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
 from gptexp.process.terminal import for_people, say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.requirements import require_tasks
@@ -114,7 +114,7 @@ class CellSweeper(Sweeper):
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
             lock.close()  # before the report, which says whether a command still runs it
-            _report(self.directory, self.cells)
+            _report(self.directory, cells[0].config.log)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
             total = len(self.cells) + self.to_choose()
@@ -143,7 +143,7 @@ class CellSweeper(Sweeper):
     def run(self, signals: list[int]) -> None:
         """Execute all cells, and wait for those that run elsewhere.
 
-        SIGINT, SIGTERM and SIGUSR1 are added to `signals`. Each running cell gets them and saves a checkpoint, and no
+        The `handled` signals are added to `signals`. Each running cell gets them and saves a checkpoint, and no
         cell starts any more.
         """
         running: list[Iterator[None]] = []
@@ -378,7 +378,7 @@ def _wait(process: Process, signals: Sequence[int]) -> Generator[None, None, int
 
 @contextmanager
 def _added_to(signals: list[int]) -> Iterator[None]:
-    """Append SIGINT, SIGTERM and SIGUSR1 to `signals` when they come."""
+    """Append the `handled` signals to `signals` when they come."""
     last = -math.inf
 
     def add(number: int, _frame: FrameType | None) -> None:
@@ -387,7 +387,7 @@ def _added_to(signals: list[int]) -> Iterator[None]:
             last = time.monotonic()
             signals.append(number)
 
-    before = {number: signal.signal(number, add) for number in HANDLED}
+    before = {number: signal.signal(number, add) for number in handled()}
     try:
         yield
     finally:
@@ -410,7 +410,7 @@ def _outcome(cell: Cell) -> str:
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 
-def _report(directory: Path, cells: Sequence[Cell]) -> None:
+def _report(directory: Path, log: LogConfig) -> None:
     """Write the sweep's report, print its answer, and upload it to wandb."""
     from gptexp.reporting.page.write import report_or_warning, show  # imports scipy
 
@@ -422,7 +422,6 @@ def _report(directory: Path, cells: Sequence[Cell]) -> None:
         with redirect_stdout(for_people()):
             show(report, terminal_width())
     say(f"--- {files[0]}")
-    log = cells[0].config.log
     if log.wandb.mode != "disabled":
         from gptexp.loggers.wandb import log_report  # imports torch
 

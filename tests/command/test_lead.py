@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -62,6 +63,21 @@ def test_a_stopped_rank_ignores_further_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.e2e
+def test_a_rank_that_waits_for_others_says_so_and_heeds_signals(start: Any, tiny: list[str]) -> None:
+    """An interactive shell of SLURM has the variables of a task, of which there is only one process."""
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    here = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    process = start("train", *tiny, "world.size=2", "hydra.run.dir=out", env={**os.environ, **step, **here})
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "waits for 1 other rank" in line
+    assert "unset SLURM_STEP_NUM_TASKS" in line
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 143
 
 
 def test_between_two_jobs_a_signal_ends_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_run_that_exceeds_max_minutes_exits_with_0(gptexp: Gptexp, tiny: list[
     assert 0 < summary(tmp_path / "out")["steps"] < 40
 
 
-@pytest.mark.parametrize("name", e2e_then_slow(["SIGTERM", "SIGUSR1", "SIGINT"]))
+@pytest.mark.parametrize("name", e2e_then_slow(["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]))
 def test_a_signal_stops_a_resumed_run_after_a_checkpoint(
     start: Start, tiny: list[str], tmp_path: Path, name: str
 ) -> None:

@@ -15,6 +15,7 @@ from gptexp.distributed.ranks import (
     rendezvous,
     without_launcher,
 )
+from gptexp.process.errors import ConfigError
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
@@ -52,6 +53,31 @@ def test_the_rank_is_read_from_the_launchers_variables(
     set_environment(monkeypatch, env)
     assert launcher_rank() == expected
     assert launcher_world_size() == (expected.world_size if expected else None)
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "launcher-incomplete"),
+        ({"SLURM_STEP_NUM_TASKS": "two", "SLURM_PROCID": "0"}, "launcher-incomplete"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "launcher-incomplete"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "launcher-mpi"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "launcher-mpi"),
+    ],
+)
+def test_variables_that_make_no_rank_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], code: str
+) -> None:
+    """Of srun's, some may be left in an interactive shell; mpirun's would start as many equal runs."""
+    set_environment(monkeypatch, env)
+    with pytest.raises(ConfigError) as refused:
+        launcher_rank()
+    assert [problem.code for problem in refused.value.problems] == [code]
+
+
+def test_mpi_of_one_process_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"})
+    assert launcher_rank() is None
 
 
 def test_reading_the_rank_changes_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,14 +33,19 @@ while True:
 """
 
 
-def start(kind: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, text=True)
+def start(kind: str, ignored: signal.Signals | None = None) -> subprocess.Popen[str]:
+    def before() -> None:  # this process may have been started by nohup
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, kind], stdout=subprocess.PIPE, text=True, preexec_fn=before
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM"])
 def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_process(name: str) -> None:
     process = start("single")
     assert process.stdout is not None
@@ -54,11 +59,24 @@ def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_process(name:
     assert process.wait(timeout=5) == EXIT_CODES[name]
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM"])
 def test_before_training_the_first_signal_ends_the_process(name: str) -> None:
     process = start("starting")
     process.send_signal(getattr(signal, name))
     assert process.wait(timeout=5) == EXIT_CODES[name]
+
+
+@pytest.mark.parametrize("kind", ["starting", "single", "rank"])
+def test_the_end_of_a_terminal_is_ignored_under_nohup(kind: str) -> None:
+    process = start(kind, ignored=signal.SIGHUP)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert kind == "starting" or process.stdout.readline().startswith("SIGTERM")
+    process.kill()
+    process.wait()
 
 
 def test_a_process_that_is_just_starting_loses_no_signal_and_prints_no_traceback() -> None:
@@ -108,4 +126,4 @@ def test_a_passed_time_limit_requests_a_stop() -> None:
     stop.limit(1e-9)
     time.sleep(0.01)
     assert stop.reason() == "time"
-    assert stop.flags() == [0.0, 0.0, 0.0, 1.0]
+    assert stop.flags() == [float(name == "time") for name in REASONS]

@@ -122,6 +122,30 @@ def test_a_signal_to_the_parent_or_to_one_rank_stops_two_ranks(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("nohup", [True, False])
+def test_the_end_of_a_terminal_stops_two_ranks_unless_nohup_says_otherwise(
+    start: Start, long_run: list[str], tmp_path: Path, nohup: bool
+) -> None:
+    """torch's agent alone would replace the ignored signal, and end the ranks without a checkpoint."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)  # children inherit it
+    try:
+        process = start("train", *long_run, "world.size=2", start_new_session=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(begun(tmp_path / "out"), process)
+    process.send_signal(signal.SIGHUP)
+    if nohup:
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (143 if nohup else 129), err
+    assert "Traceback" not in err
+    assert summary(tmp_path / "out")["status"] == "interrupted"
+    assert (tmp_path / f"out/checkpoints/step-{summary(tmp_path / 'out')['steps']:08d}/manifest.json").exists()
+
+
+@pytest.mark.e2e
 def test_ctrl_c_during_tokenisation_leaves_no_process_or_cache(start: Start, tiny: list[str], tmp_path: Path) -> None:
     """One rank tokenises the standard library and the other waits for it. Neither has anything to save."""
     cache = tmp_path / "cache"

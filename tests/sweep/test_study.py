@@ -140,6 +140,17 @@ def test_an_illegal_choice_of_optuna_is_pruned_and_not_repeated(
         assert [found.state.name for found in trials(tmp_path / "outputs" / "s")] == ["PRUNED"] * trial
 
 
+@pytest.mark.e2e
+def test_a_finished_study_has_nothing_left_to_run(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    command = ["train", "-m", *tiny, "hydra/sweeper=optuna", "sweep.name=s", "train.max_steps=4", "train.eval_every=0"]
+    swept = "optim.lr=tag(log,interval(1e-4,1e-2))"
+    for number in (2, 2, 1):  # the same again, and one of fewer trials
+        done = gptexp(*command, swept, f"hydra.sweeper.n_trials={number}")
+        assert done.returncode == 0, done.stderr
+        assert len(runs(tmp_path / "outputs" / "s")) == 2
+    assert "2 trials of 1 completed; nothing is left to run" in done.stderr + done.stdout
+
+
 @pytest.mark.slow
 def test_a_killed_optuna_sweep_continues_its_trials(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
