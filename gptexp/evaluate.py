@@ -115,8 +115,10 @@ def _print_tasks(args: argparse.Namespace) -> None:
 
     from gptexp.run.evaluations import evaluate_tasks
 
-    scores = evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit, args.ema)
-    print(json.dumps({"directory": given, **scores}))
+    scores, problems = evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit, args.ema)
+    print(json.dumps({"directory": given, **scores}), flush=True)
+    if problems:
+        raise DataError(problems)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,10 @@ class Metric(StrEnum):
     GNS_NOISE_TRACE = "gns/noise_trace", "", "running estimate of the trace of one sequence's gradient covariance"
     GNS_SEQUENCES = "gns/sequences", "sequences", "gradient noise scale: gns/noise_trace over gns/grad_sq"
     GNS_TOKENS = "gns/tokens", "tokens", "the same in tokens: compare with the batch size"
-    GNS_COS = "gns/cos", "", "cosine of two micro-batches' gradients in this step"
+    GNS_COS = (
+        "gns/cos", "",
+        "cosine of two micro-batches' gradients in this step; null if world.sharding=full accumulates gradients",
+    )
     SHARPNESS_HESSIAN = (
         "sharpness/hessian", "", "largest eigenvalue of the Hessian of the loss on 64 sequences of training text",
     )

@@ -83,8 +83,7 @@ class NoiseScale:
     def metrics(self, norms: Norms, cosine: float, seq_len: int) -> dict[str, float]:
         """Metrics of the newest step: the raw norms, from which other averages can be computed, and the averages.
 
-        `cosine` is that of two micro-batches' gradients; NaN if each rank has only one. In that case the norms cover
-        every micro-batch, and the cosine is computed from them.
+        `cosine` is that of two micro-batches' gradients; NaN if it was not measured.
         """
         return {
             Metric.GNS_SMALL_SQ_NORM: norms.small,
@@ -94,7 +93,7 @@ class NoiseScale:
             Metric.GNS_NOISE_TRACE: self.noise,
             Metric.GNS_SEQUENCES: self.sequences,
             Metric.GNS_TOKENS: self.sequences * seq_len,
-            Metric.GNS_COS: norms.cosine() if math.isnan(cosine) else cosine,
+            Metric.GNS_COS: cosine,
         }
 
 

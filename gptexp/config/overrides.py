@@ -30,6 +30,8 @@ from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
+# What Hydra reads as a number or a truth value, not as text.
+NO_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false", re.IGNORECASE)
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
 
@@ -40,6 +42,8 @@ def canonical(overrides: Sequence[str]) -> list[str]:
     """The overrides as gptexp spells them: whole numbers as 1000000, not 1e6, and `++key` of the schema as `key`.
 
     Hydra reads 1e6 as a float, and refuses a float for a key with whole numbers. Hydra's `++key` also adds new keys.
+    A key with text takes what was typed: without quotes, Hydra reads the commit 7e10243 as infinity. `None`, as Python
+    and wandb write it, is null for a key that may be null.
     """
     fields = {key: f for key, f, _, _ in every_key()}
     spelt = []
@@ -47,8 +51,13 @@ def canonical(overrides: Sequence[str]) -> list[str]:
         key, equals, value = text.partition("=")
         field = fields.get(key.removeprefix("++"))
         if field is not None and equals:
-            whole = int in _kinds(field) and "${" not in value
-            text = f"{key.removeprefix('++')}={NUMBER.sub(_whole, value) if whole else value}"
+            if int in _kinds(field) and "${" not in value:
+                value = NUMBER.sub(_whole, value)
+            elif _kinds(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
+                value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in value.split(","))
+            if type(None) in get_args(field.type):
+                value = ",".join("null" if part == "None" else part for part in value.split(","))
+            text = f"{key.removeprefix('++')}={value}"
         spelt.append(text)
     return spelt
 

@@ -17,7 +17,7 @@ from gptexp.config.fitted import fitted_problems
 from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.scaling import scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, Config, every_key, field_problems
+from gptexp.config.schema import ATTENTION_DEVICES, HELLASWAG, Config, every_key, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.optim import OPTIMIZERS, optimizers_that
 from gptexp.optim.base import OptimConfig, TwoMomentsConfig
@@ -27,6 +27,7 @@ from gptexp.process.words import counted, shown
 
 Rule = Callable[[Config, int], Iterator[Problem]]  # (config, number of ranks) -> problems
 
+NEEDS_END = "tasks of lm_eval need a tokenizer with an end of text, unlike chars; use another data.tokenizer"
 RAMP = ("batch.ramp_from_tokens", "batch.ramp_tokens", "batch.ramp_quantum_tokens")
 LENGTHS_IN_STEPS = {
     "train.max_steps": "the number of training tokens",
@@ -190,6 +191,8 @@ def _tokenizer(cfg: Config, _: int) -> Iterator[Problem]:
     name = cfg.data.tokenizer
     if name not in NAMES and not paths.is_file(Path(name)):
         yield _refusal(cfg, "data.tokenizer", "no-such-tokenizer", f"no such file; {TOKENIZER_RULE}")
+    if name == CHARS and {*cfg.train.eval_tasks} - {HELLASWAG}:
+        yield _refusal(cfg, "train.eval_tasks", "tasks-without-end", NEEDS_END)
 
 
 def _saved_tokenizer(cfg: Config, _: int) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gptexp.config.metrics import Metric
+from gptexp.config.rules import NEEDS_END
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import HELLASWAG, DataConfig
 from gptexp.data.cache import downloads_dir
@@ -24,7 +25,7 @@ from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
 from gptexp.model.gpt import GPT
-from gptexp.process.errors import UserError, first_line
+from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import warn
 from gptexp.run.harness import evaluate_by_lm_eval, score_exported, task_manager, tasks_of_lm_eval
@@ -117,8 +118,8 @@ def evaluate_tasks(
     include: Path | None,
     limit: int | None,
     averaged: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """The scores of each task, and of each task in a group.
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The scores of each task, and of each task in a group; and a line for each task that failed.
 
     `hellaswag` is a file in place of the published one, `include` a folder with more tasks for lm_eval, `limit` the
     number of examples that are taken from the start of each task. `averaged` takes the average of a run's weights.
@@ -129,7 +130,9 @@ def evaluate_tasks(
     model, tokenizer = load_pretrained(source, averaged)
     others, option = tasks_of_lm_eval(tasks), "--tasks "
     manager = task_manager(others, include, option) if others else None
-    found: dict[str, dict[str, Any]] = {}
+    if others and tokenizer.eot_token is None:
+        raise ConfigError(f"{option}{','.join(others)}: {NEEDS_END}")
+    found, problems = dict[str, dict[str, Any]](), list[str]()
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]
@@ -143,6 +146,8 @@ def evaluate_tasks(
 
                 save_pretrained(model, tokenizer, Path(folder))
             directory = Path(folder) if source.kind == "run" else source.path
-            found |= evaluate_by_lm_eval(directory, others, manager, str(pick_device("auto", Rank())), limit, option)
+            device = str(pick_device("auto", Rank()))
+            of_others, problems = evaluate_by_lm_eval(directory, others, manager, device, limit, option)
+            found |= of_others
     asked = [task for task in tasks if task in found]
-    return {task: found[task] for task in dict.fromkeys([*asked, *found])}
+    return {task: found[task] for task in dict.fromkeys([*asked, *found])}, problems

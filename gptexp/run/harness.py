@@ -16,7 +16,7 @@ from typing import Any
 
 from gptexp.config.schema import HELLASWAG
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
-from gptexp.process.terminal import run_verb
+from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
 from gptexp.run.own_process import ask, die_with_asker
 
@@ -34,10 +34,13 @@ def score_exported(
 ) -> dict[str, float]:
     """The figures of `tasks` for the model that transformers loads from `directory`, as metrics.
 
-    Raises `UserError` if lm_eval fails. Once `is_stopped()` is true, ends its process and raises `UserError`.
+    Prints a line for a task that fails. Raises `UserError` if all do, or if `is_stopped()` becomes true: then it ends
+    lm_eval's process.
     """
     [*_, line] = ask_lm_eval(tasks, [str(directory), device], is_stopped).splitlines()
-    found = json.loads(line)
+    found, problems = json.loads(line)
+    for problem in problems:
+        warn(f"{problem}; training continues")
     return {f"{task}/{name}": value for task, figures in found.items() for name, value in figures.items()}
 
 
@@ -72,31 +75,42 @@ def task_manager(tasks: Sequence[str], include: Path | None, option: str) -> Any
 
 def evaluate_by_lm_eval(
     directory: Path, tasks: Sequence[str], manager: Any, device: str, limit: int | None, option: str
-) -> dict[str, dict[str, Any]]:
-    """The figures of each task for the model that transformers loads from `directory`, in float32.
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The figures of each task for the model that transformers loads from `directory`, in float32; and what failed.
 
     For a group or a tag of lm_eval, these are the figures of its tasks. HellaSwag in it becomes `lm_eval/hellaswag`,
-    because its figures do not compare with those of gptexp. Raises `DataError` if a task fails, for example because its
-    data cannot be downloaded.
+    because its figures do not compare with those of gptexp. A task that fails, for example because its data cannot be
+    downloaded, costs the others nothing: the second result has a line for it. Raises `DataError` if all of them fail.
     """
     import lm_eval
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
+    class Model(HFLM):  # type: ignore[misc]  # the package has no types
+        def _loglikelihood_tokens(self, requests: Any, *more: Any, **named: Any) -> Any:
+            longest = max((len(ids) for _, _, ids in requests), default=0)
+            if longest > self.max_length:
+                raise DataError(f"an answer has {longest} tokens, and model.block_size is {self.max_length}")
+            return super()._loglikelihood_tokens(requests, *more, **named)
+
     evaluator.get_git_commit_hash = lambda: None  # it prints git's error outside of a repository
-    try:
-        with _quiet():
-            model = HFLM(pretrained=str(directory), dtype="float32", batch_size=BATCH_SIZE, device=device)
-            answer = lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit)
-    except Exception as error:  # from the network, a data set, or a task
-        # In all packages that lm_eval uses, errors of the network are `OSError`s.
-        offline = "; without a network it needs the data sets in the cache of the package datasets"
-        raise DataError(
-            f"{option}{','.join(tasks)}: lm_eval failed ({type(error).__name__}: {first_line(error)})"
-            f"{offline if isinstance(error, OSError) else ''}"
-        ) from None
-    figures = {name: _figures(result) for name, result in answer["results"].items()}
-    return {f"lm_eval/{name}" if name == HELLASWAG else name: found for name, found in figures.items() if found}
+    figures, problems = dict[str, dict[str, Any]](), list[str]()
+    model = None
+    for task in tasks:
+        try:
+            with _quiet():
+                model = model or Model(pretrained=str(directory), dtype="float32", batch_size=BATCH_SIZE, device=device)
+                answer = lm_eval.simple_evaluate(model, tasks=[task], task_manager=manager, limit=limit)
+            figures |= {name: _figures(result) for name, result in answer["results"].items()}
+        except Exception as error:  # from the network, a data set, or a task
+            why = "" if isinstance(error, UserError) else f"lm_eval failed ({type(error).__name__}): "
+            # In all packages that lm_eval uses, errors of the network are `OSError`s.
+            offline = "; without a network it needs the data sets in the cache of the package datasets"
+            problems.append(f"{option}{task}: {why}{first_line(error)}{offline if isinstance(error, OSError) else ''}")
+    if len(problems) == len(tasks):
+        raise DataError(problems)
+    scored = {f"lm_eval/{name}" if name == HELLASWAG else name: found for name, found in figures.items() if found}
+    return scored, problems
 
 
 @contextmanager
@@ -129,7 +143,7 @@ def main(argv: list[str]) -> None:
     manager = task_manager(tasks, None, option)
     if argv[1:]:
         directory, device = argv[1:]
-        print(json.dumps(evaluate_by_lm_eval(Path(directory), tasks, manager, device, None, option)))
+        print(json.dumps(evaluate_by_lm_eval(Path(directory), tasks, manager, device, None, option)))  # the last line
 
 
 if __name__ == "__main__":

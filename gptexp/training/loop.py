@@ -261,7 +261,9 @@ class _Loop:
             return {}
         norms = Norms(numbers.small_sq_norm, numbers.grad_norm**2, batch.micro_batch_size, batch.sequences)
         scale.take(norms, step.tokens_after, half_life_tokens)
-        return scale.metrics(norms, numbers.cosine, batch.seq_len)
+        # If each rank has one micro-batch, the norms are those of all of them, and give their mean cosine.
+        cosine = norms.cosine() if batch.grad_accum_steps == 1 else numbers.cosine
+        return scale.metrics(norms, cosine, batch.seq_len)
 
     def follow_loss(self, step: PlannedStep, loss: float) -> None:
         """Update the smoothed loss. Raises `DivergedError` if it has risen and stayed high."""

@@ -85,6 +85,22 @@ def test_a_sweep_of_whole_numbers_may_be_written_as_floats(value: str, sizes: li
     assert [d.values for d in grid.drafts] == [{"batch.total_batch_size": str(size)} for size in sizes]
 
 
+@pytest.mark.parametrize(
+    "text", ["7e10243", "2e55555", "2026_11_26", "1e3", "0x10", "1_0", "inf", "nan", "true", "007", ".5", "5.", "None"]
+)
+def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
+    """Hydra reads numbers: two names of sweeps, commits of git, became `inf`."""
+    assert compose([f"log.note={text}", f"log.wandb.project={text}"]).log.wandb.project == text
+    assert compose([f"log.note={text}"]).log.note == (None if text == "None" else text)
+    assert compose([f"log.note='{text}'"]).log.note == text
+    assert compose(["log.note=null"]).log.note is None
+
+
+def test_null_may_be_written_as_python_and_wandb_do() -> None:
+    config = compose(["optim.beta2_half_life_tokens=None", "log.wandb.entity=None", "train.max_steps=None"])
+    assert (config.optim.beta2_half_life_tokens, config.log.wandb.entity, config.train.max_steps) == (None, None, None)
+
+
 def test_two_plus_signs_set_an_existing_key() -> None:
     assert compose(["++optim.lr=2e-3"]).optim.lr == 2e-3
     typed = ["schedule=gpt3", "train.max_tokens=300e9", "++schedule.warmup_ratio=0.01"]

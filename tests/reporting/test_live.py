@@ -295,6 +295,8 @@ def test_the_server_answers_reads_of_the_page_from_this_machine_only(tmp_path: P
         for host in ("localhost:80", "localhost", "127.0.0.1"):  # a browser leaves out port 80
             assert status(address, "/", host=host) == 200
         assert status(address, "/", host="evil.example:80") == 403  # DNS rebinding
+        assert status(address, "/", host="[") == 400
+        assert status(address, "/" + "a/" * 20_000) == status(address, f"/{'a' * 20_000}/") == 404
         for path in ("/config.yaml", "/../../etc/passwd", "//etc/passwd", "/config.yaml/", "/%2e%2e/"):
             assert status(address, path) == 404
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):

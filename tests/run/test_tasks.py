@@ -316,6 +316,37 @@ def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[s
     assert whole["val/loss"] * 48 - of_before == pytest.approx(nats, rel=1e-4)
 
 
+@pytest.mark.e2e
+def test_a_task_that_fails_costs_the_others_nothing(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    """Here an answer that is longer than the model's context. Its length and the context are named."""
+    pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
+    (tmp_path / "mine").mkdir()
+    for name, long in (("short", "no"), ("long", "n" * (BLOCK + 1))):
+        row = {"question": "is it?", "answers": ["yes", long], "label": 0}
+        (tmp_path / f"mine/{name}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"mine/{name}.yaml").write_text(
+            textwrap.dedent(f"""
+                task: {name}
+                dataset_path: json
+                dataset_kwargs: {{data_files: {{test: {tmp_path}/mine/{name}.jsonl}}}}
+                test_split: test
+                output_type: multiple_choice
+                doc_to_text: "{{{{question}}}}"
+                doc_to_choice: "{{{{answers}}}}"
+                doc_to_target: label
+                metric_list: [{{metric: acc}}]
+                """)
+        )
+    done = gptexp(
+        "evaluate", str(saved), "--tasks", "short,long", "--include", "mine", env={"HF_HOME": str(tmp_path / "home")}
+    )
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["short"]["acc"] in (0.0, 1.0)
+    assert "long" not in json.loads(done.stdout)
+    [line] = done.stderr.splitlines()
+    assert f"--tasks long: an answer has {BLOCK + 2} tokens, and model.block_size is {BLOCK}" in line
+
+
 @pytest.mark.slow
 def test_a_task_whose_data_cannot_be_had_is_one_line(saved: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")

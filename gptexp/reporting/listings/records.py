@@ -299,3 +299,22 @@ def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Ru
     optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}
     loss, tokens_per_s = _number(event[Metric.TRAIN_LOSS]), float(event[Metric.TOKENS_PER_S])
     return Step(step, tokens, seconds, loss, batch, tokens_per_s=tokens_per_s, norms=norms, **optional)
+
+
+def tokenizers(runs: Sequence[Run]) -> set[str]:
+    """The tokenizers of the runs whose config can be read: their names, of which two may stand for equal files.
+
+    Runs that have not started have only their swept keys.
+    """
+    known = [run for run in runs if "data.tokenizer" in run.config]
+    names = {run.config["data.tokenizer"]: run.directory / run_dir.TOKENIZER for run in known}
+    if len(names) < 2:
+        return {*names}
+    return {*{_content(file) or name: name for name, file in names.items()}.values()}
+
+
+def _content(tokenizer: Path) -> bytes | None:
+    try:
+        return tokenizer.read_bytes()
+    except OSError:  # it is one of those that gptexp knows by name
+        return None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gptexp.reporting.listings.progress import in_words
-from gptexp.reporting.listings.records import Run, scaled_keys
+from gptexp.reporting.listings.records import Run, scaled_keys, tokenizers
 from gptexp.reporting.listings.terminal_table import Column
 
 
@@ -70,8 +70,3 @@ def informative(runs: Sequence[Run]) -> list[Column[Run]]:
         if different != {None} and is_new and (column is not BITS or len(tokenizers(runs)) > 1):
             columns.append(column)
     return columns
-
-
-def tokenizers(runs: Sequence[Run]) -> set[str]:
-    """The tokenizers of the runs whose config can be read. Runs that have not started have only their swept keys."""
-    return {run.config["data.tokenizer"] for run in runs if "data.tokenizer" in run.config}

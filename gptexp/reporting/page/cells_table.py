@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from gptexp.process.terminal import as_command
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.progress import not_started
-from gptexp.reporting.listings.records import Run
-from gptexp.reporting.listings.table import BITS, LOSS, NAME, SPEED, STATUS, TOKENS, informative, tokenizers
+from gptexp.reporting.listings.records import Run, tokenizers
+from gptexp.reporting.listings.table import BITS, LOSS, NAME, SPEED, STATUS, TOKENS, informative
 from gptexp.reporting.listings.terminal_table import Column
 from gptexp.reporting.page.overview import link_to
 from gptexp.reporting.page.report import Report

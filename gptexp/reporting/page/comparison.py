@@ -20,8 +20,8 @@ from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.charts.line_charts import Lines, line_charts
 from gptexp.reporting.charts.pictures import bundle
 from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
-from gptexp.reporting.listings.records import Run, has_diverged, read_run
-from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS, tokenizers
+from gptexp.reporting.listings.records import Run, has_diverged, read_run, tokenizers
+from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS
 from gptexp.reporting.listings.terminal_table import print_in_blocks, texts_of
 from gptexp.reporting.page.cells_table import BEST_LOSS
 from gptexp.reporting.page.overview import Overview, as_started

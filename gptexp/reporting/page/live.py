@@ -134,7 +134,10 @@ class Site:
         """The page at a path below the root; None if no run or sweep is there. A cell's link up leads to its sweep."""
         directory = self.root.joinpath(*parts)
         hidden = any(part.startswith(".") or "/" in part or "\0" in part for part in parts)
-        if hidden or (parts and not _has_a_report(directory)):
+        try:
+            if hidden or (parts and not _has_a_report(directory)):
+                return None
+        except OSError:  # the path is too long for the system
             return None
         up = next((n for n in range(1, len(parts)) if is_sweep(self.root.joinpath(*parts[:-n]))), len(parts))
         with self._lock:
@@ -149,9 +152,14 @@ def build_server(directory: Path, port: int) -> ThreadingHTTPServer:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            *folders, name = [os.fsdecode(unquote_to_bytes(part)) for part in urlsplit(self.path).path.split("/")[1:]]
+            try:
+                path, host = urlsplit(self.path).path, urlsplit(f"//{self.headers.get('Host')}").hostname
+            except ValueError:
+                self._send(HTTPStatus.BAD_REQUEST, b"not an address\n")
+                return
+            *folders, name = [os.fsdecode(unquote_to_bytes(part)) for part in path.split("/")[1:]] or [""]
             # Guards against DNS rebinding: another site whose name resolves to this machine must not read the page.
-            if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
+            if host not in (HOST, "localhost"):
                 self._send(HTTPStatus.FORBIDDEN, b"this page is for this machine only\n")
             elif name or (watched := site.find(folders)) is None:
                 self._send(HTTPStatus.NOT_FOUND, b"not found; the paths of runs and sweeps end with /\n")

@@ -13,7 +13,7 @@ from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
 from gptexp.process.words import first_keys, shown
 from gptexp.reporting.listings.listing import NOT_SHAPE, model_option
-from gptexp.reporting.listings.records import Run, differing_keys, has_diverged
+from gptexp.reporting.listings.records import Run, differing_keys, has_diverged, tokenizers
 from gptexp.reporting.statistics.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.statistics.curves import Cell, Curves, Outlier, fit_curves
 from gptexp.reporting.statistics.law import Law, fit_law
@@ -291,8 +291,8 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
     """A line for each run that read other data than most runs of its seed."""
     texts = [(run, run.config["data.tokenizer"], run.summary[TEXT]) for run in runs if run.summary.get(TEXT)]
     lines = []
-    if len(tokenizers := {tokenizer for _, tokenizer, _ in texts}) > 1:
-        names = ", ".join(map(printable, sorted(tokenizers)))
+    if len(differing := tokenizers([run for run, _, _ in texts])) > 1:
+        names = ", ".join(map(printable, sorted(differing)))
         lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
     for run, _, text, usual in _unlike_most(texts):
         lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
