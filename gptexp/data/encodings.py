@@ -57,15 +57,18 @@ class Encoding:
         return self.splits_as_gpt2 and self.n_vocab == _END_OF_TEXT + 1
 
     def encode_ordinary(self, text: str) -> list[int]:
-        ids: list[int] = self.encode_array(text).tolist()
+        ids: list[int] = self._encode(text).tolist()
         return ids
 
     def encode_array(self, text: str) -> Tokens:
+        return self._encode(text).astype(self._dtype)
+
+    def _encode(self, text: str) -> np.ndarray:
         try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self._dtype)
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # tiktoken's regular expressions cannot split a million blanks; those of regex can
             words = regex.findall(self.pattern, text)
-            return np.array([id for word in words for id in self._encoding._encode_single_piece(word)], self._dtype)
+            return np.array([id for word in words for id in self._encoding._encode_single_piece(word)], np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(self.decode_tokens_bytes(tokens)).decode(errors="replace")

@@ -17,7 +17,7 @@ from conftest import ROOT, events, summary
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
-from gptexp.process.signals import StopRequest
+from gptexp.process.signals import REASONS, StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import checkpoint
@@ -95,7 +95,7 @@ def test_an_evaluation_that_was_due_at_an_interruption_runs_first_after_resuming
 
         def flags(self) -> list[float]:
             self.steps += 1
-            return [float(self.steps == 4), 0.0, 0.0, 0.0]
+            return [float(self.steps == 4), *[0.0] * (len(REASONS) - 1)]
 
     assert train(config, parts, AfterFourSteps()) == 130
     assert [e["step"] for e in events(parts, "eval")] == [1]
