@@ -55,7 +55,7 @@ def canonical(overrides: Sequence[str]) -> list[str]:
                 value = NUMBER.sub(_whole, value)
             elif _kinds(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
                 value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in value.split(","))
-            if type(None) in get_args(field.type):
+            if type(None) in get_args(field.type) and not set(value) & set("'\""):
                 value = ",".join("null" if part == "None" else part for part in value.split(","))
             text = f"{key.removeprefix('++')}={value}"
         spelt.append(text)
@@ -66,6 +66,11 @@ def _whole(number: re.Match[str]) -> str:
     """A number's text, without exponent and fraction if it is whole and below 10^30 (no key takes larger ones)."""
     value = Decimal(number[0])
     return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
+
+
+def unquoted(value: str) -> str:
+    """A value without the quotes that `canonical` gives to a text that Hydra would read as a number."""
+    return value[1:-1] if value[:1] == value[-1:] == "'" and NO_TEXT.fullmatch(value[1:-1]) else value
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:

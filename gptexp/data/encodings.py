@@ -66,6 +66,8 @@ class Encoding:
     def _encode(self, text: str) -> np.ndarray:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # a half of a surrogate pair, which tiktoken's other methods replace too
+            return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         except ValueError:  # tiktoken's regular expressions cannot split a million blanks; those of regex can
             words = regex.findall(self.pattern, text)
             return np.array([id for word in words for id in self._encoding._encode_single_piece(word)], np.uint32)

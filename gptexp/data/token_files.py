@@ -227,11 +227,11 @@ class _Seen:
 
     def true_id_bytes(self, id_bytes: int) -> int:
         """The bytes of an id that was written: more than `id_bytes`, as which it was read, if upper halves are 0."""
-        if self.tokens >= 64 and self.zeros[0] < self.tokens / 16:
-            for factor in (4, 2) if id_bytes == 2 else (2,):
-                upper = [position for position in range(4) if position % factor]
-                if min(self.zeros[upper]) > self.tokens / 8:  # of each position, which a quarter of the ids have
-                    return factor * id_bytes
+        for factor in (4, 2) if id_bytes == 2 else (2,):
+            least = min(self.zeros[[position for position in range(4) if position % factor]])
+            # A quarter of the ids is at each position. Padding with 0 is as frequent at the lowest one.
+            if self.tokens >= 64 and least > self.tokens / 8 and self.zeros[0] < 0.75 * least:
+                return factor * id_bytes
         return id_bytes
 
 
@@ -273,7 +273,8 @@ def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, tru
     n_vocab, end = vocabulary.n_vocab, vocabulary.end
     fix = "set data.tokenizer to that of these files, or data.format to their format"
     of_vocabulary = f"the {n_vocab:,} ids of data.tokenizer={vocabulary.tokenizer}"
-    if (true_bytes := seen.true_id_bytes(file.id_bytes)) != file.id_bytes:
+    is_raw = file.format in ("raw16", "raw32")  # the others have a header, which is proof of the format
+    if is_raw and (true_bytes := seen.true_id_bytes(file.id_bytes)) != file.id_bytes:
         rule = f"ids of {8 * true_bytes} bits, read as {8 * file.id_bytes}: most of their upper halves are 0"
         convert = f"numpy.fromfile({file.path.name!r}, '<i8').astype('<u4').tofile('ids32.bin')"
         fix = "use data.format=raw32" if true_bytes == 4 else f"convert them, {convert}, and use data.format=raw32"
@@ -286,7 +287,7 @@ def _refuse_improbable(file: TokenFile, seen: _Seen, vocabulary: Vocabulary, tru
         return
     if seen.max_id < n_vocab // 2:
         raise DataError(f"{file.path}: its largest id is {seen.max_id:,}, too small for {of_vocabulary}; {fix}")
-    if seen.commonest < NOISE and file.format in ("raw16", "raw32"):  # the others have a header, which is proof enough
+    if is_raw and seen.commonest < NOISE:
         raise DataError(
             f"{file.path}: its most frequent id has a share of {seen.commonest:.2%}, as in noise, not in text; {fix}. "
             f"If the ids are right, give data.format={file.format}"

@@ -58,7 +58,7 @@ def _meet(place: str, rank: Rank) -> dist.Store:
             met.set_exception(error)
 
     threading.Thread(target=meet, daemon=True).start()
-    if not wait([met], timeout=SAID_AFTER_S).done:
+    if not wait([met], timeout=SAID_AFTER_S).done and rank.local_rank == 0:
         others = counted(rank.world_size - 1, "other rank")
         variables = "SLURM_STEP_NUM_TASKS" if rank.by_srun else "RANK and WORLD_SIZE"
         warn(f"rank {rank.rank} waits for {others}; if no launcher has started this process, unset {variables}")

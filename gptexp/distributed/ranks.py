@@ -17,7 +17,8 @@ from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
 AT_ONCE = "GPTEXP_AT_ONCE"  # environment: number of runs that share this machine; a sweep sets it
 _LAUNCHERS = re.compile(
-    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(PROCID|STEP_NUM_TASKS))$|TORCHELASTIC_"
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_(PROCID|STEP_NUM_TASKS)|PMI_(SIZE|RANK))$|"
+    r"TORCHELASTIC_|OMPI_COMM_WORLD_|MV2_COMM_WORLD_"
 )
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # of Open MPI, MPICH, MVAPICH
 CAUSE_FIRST_S = 2.0  # seconds that a failed rank waits, so that the launcher sees its failure before its peers'

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from gptexp.process.terminal import show_cursor, warn_at_once
+from gptexp.process.terminal import leave_terminal, show_cursor, warn_at_once
 
 # Reason of a stop -> exit code, in the order of the flags that the ranks exchange. `time` is train.max_minutes.
 EXIT_CODES = {"SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
@@ -135,6 +135,8 @@ class StopRequest:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            leave_terminal()
         if not self.training:
             self.leave(number, before_training(self.directory))
         if self._signal is None:

@@ -9,10 +9,11 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -95,18 +96,29 @@ def warn(line: str) -> None:
 
 def warn_at_once(line: str) -> None:
     """`warn` for a signal handler. It avoids Python's buffers, because the signal may have interrupted a write."""
-    os.write(2, f"{ERASE_LINE if os.isatty(2) else ''}gptexp: {line}\n".encode())
+    with suppress(OSError):
+        os.write(2, f"{ERASE_LINE if os.isatty(2) else ''}gptexp: {line}\n".encode())
 
 
 def show_cursor() -> None:
     """Show the cursor, which a progress bar hides, before the process ends at once."""
-    if os.isatty(1):
-        os.write(1, SHOW_CURSOR.encode())
+    with suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR.encode())
+
+
+def leave_terminal() -> None:
+    """Discard from now on what is printed to a terminal that is gone, where each write would raise an error."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _print_errors(*lines: str) -> None:
     erase = ERASE_LINE if sys.stderr.isatty() else ""
-    print(f"{erase}{lines[0]}", *lines[1:], sep="\n", file=sys.stderr)
+    with suppress(OSError):
+        print(f"{erase}{lines[0]}", *lines[1:], sep="\n", file=sys.stderr)
 
 
 def terminal_width() -> int | None:

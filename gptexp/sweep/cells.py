@@ -24,6 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from gptexp.config.branching import first_tokens, run_and_step
 from gptexp.config.compose import job_of, take_choices, to_config
+from gptexp.config.overrides import unquoted
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import Config, fields_of, hashed, result_deciding
@@ -123,7 +124,7 @@ def draft_cells(
     drafts, compositions = [], Compositions(loader, config)
     for number, overrides in enumerate(combinations, first):
         composition = compositions.cell(overrides)
-        values = {key: value for key, _, value in (text.partition("=") for text in overrides) if key in swept}
+        values = {key: unquoted(value) for key, _, value in (text.partition("=") for text in overrides) if key in swept}
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"
             composition.hydra.job.num = number

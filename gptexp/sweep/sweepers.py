@@ -26,7 +26,7 @@ from gptexp.config.schema import LogConfig, memory_key
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
-from gptexp.process.terminal import for_people, say, terminal_width, warn
+from gptexp.process.terminal import for_people, leave_terminal, say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
@@ -383,6 +383,8 @@ def _added_to(signals: list[int]) -> Iterator[None]:
 
     def add(number: int, _frame: FrameType | None) -> None:
         nonlocal last
+        if number == signal.SIGHUP:
+            leave_terminal()
         if time.monotonic() - last >= SAME_REQUEST_S:
             last = time.monotonic()
             signals.append(number)

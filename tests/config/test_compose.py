@@ -96,6 +96,12 @@ def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
     assert compose(["log.note=null"]).log.note is None
 
 
+def test_values_of_a_sweep_over_texts_are_shown_as_typed() -> None:
+    grid = compose_sweep(["hydra.mode=MULTIRUN", "log.note=1,2e5,x"])
+    assert [draft.values for draft in grid.drafts] == [{"log.note": "1"}, {"log.note": "2e5"}, {"log.note": "x"}]
+    assert compose(["log.note='x,None,y'"]).log.note == "x,None,y"
+
+
 def test_null_may_be_written_as_python_and_wandb_do() -> None:
     config = compose(["optim.beta2_half_life_tokens=None", "log.wandb.entity=None", "train.max_steps=None"])
     assert (config.optim.beta2_half_life_tokens, config.log.wandb.entity, config.train.max_steps) == (None, None, None)

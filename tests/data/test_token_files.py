@@ -188,6 +188,8 @@ WRONG: dict[str, tuple[Writer, str, dict[str, Any], str]] = {
     "32 bits as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {}, "ids of 32 bits, read as 16.*format=raw32"),
     "16 bits as 32": (raw, "train.bin", {"format": "raw32"}, r"outside the 50,257 ids of data.tokenizer=gpt2"),
     "32 bits, asked for as 16": (lambda p, ids: raw(p, ids, "<u4"), "train.bin", {"format": "raw16"}, "ids of 32 bits"),
+    "32 bits with padding": (lambda p, ids: raw(p, ids + [0] * (len(ids) // 2), "<u4"), "train.bin", {}, "ids of 32"),
+    "64 bits with padding": (lambda p, ids: raw(p, ids + [0] * (len(ids) // 2), "<i8"), "train.bin", {}, "ids of 64"),
     "64 bits as 16": (lambda p, ids: raw(p, ids, "<i8"), "train.bin", {}, "ids of 64 bits, read as 16.*astype"),
     "64 bits as 32": (lambda p, ids: raw(p, ids, "<i8"), "train.bin", {"format": "raw32"}, "ids of 64 bits.*as 32"),
     "a pointer": (lambda p, _: p.write_bytes(POINTER), "train.bin", {}, "a git-lfs pointer.*run: git lfs pull"),
@@ -228,6 +230,13 @@ def test_a_wrong_guess_is_refused_in_one_line(folder: Path, guess: str) -> None:
 def test_random_ids_with_a_header_are_read_as_one_makes_them_to_measure_speed(folder: Path, write: Writer) -> None:
     write(folder / "train.npy" if write is npy else folder / "train.bin", NOISE)
     assert stream_of(prepare(config(folder))[0]) == NOISE
+
+
+@pytest.mark.parametrize("format", ["raw16", "raw32"])
+def test_padding_with_zeros_is_not_another_width(folder: Path, format: str) -> None:
+    padded = [*IDS, *[0] * len(IDS)]
+    raw(folder / "train.bin", padded, "<u2" if format == "raw16" else "<u4")
+    assert stream_of(prepare(config(folder, format=format))[0]) == padded
 
 
 @pytest.mark.parametrize("keys", [{}, {"format": "raw16"}], ids=["found", "asked"])

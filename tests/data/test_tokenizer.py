@@ -150,6 +150,12 @@ def test_nothing_is_added_to_a_text_or_drawn(tmp_path: Path, kind: str) -> None:
     assert all(again.encode(TEXT).ids == expected for _ in range(3))
 
 
+def test_half_of_a_surrogate_pair_is_a_replacement_character() -> None:
+    gpt2 = load_tokenizer("gpt2")
+    for encode in (gpt2.encode_ordinary, lambda text: gpt2.encode_array(text).tolist()):
+        assert encode("a \ud83d b") == gpt2.encode_ordinary("a \ufffd b")
+
+
 @pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b", "\n" * 1_500_000, " " * 700_000 + "\t" * 700_000 + "x"])
 def test_a_million_blanks_have_the_ids_of_fewer(text: str) -> None:
     """tiktoken's regular expression overflows its stack at this length."""

@@ -75,6 +75,11 @@ def test_variables_that_make_no_rank_are_one_line(
     assert [problem.code for problem in refused.value.problems] == [code]
 
 
+def test_a_process_that_is_no_rank_has_no_variable_of_mpi() -> None:
+    left = without_launcher({"PMI_SIZE": "4", "PMI_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_SIZE": "2"})
+    assert left == {}
+
+
 def test_mpi_of_one_process_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"})
     assert launcher_rank() is None

@@ -1,10 +1,15 @@
 """gptexp's own launcher: signals to the parent or to a rank, ranks that fail or are killed, restarts."""
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +148,43 @@ def test_the_end_of_a_terminal_stops_two_ranks_unless_nohup_says_otherwise(
     assert "Traceback" not in err
     assert summary(tmp_path / "out")["status"] == "interrupted"
     assert (tmp_path / f"out/checkpoints/step-{summary(tmp_path / 'out')['steps']:08d}/manifest.json").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves(long_run: list[str], tmp_path: Path, ranks: int) -> None:
+    """Each write to it fails then, also that of the progress bar."""
+    master, terminal = pty.openpty()
+
+    def before() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # this process may run under nohup
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gptexp", "train", *long_run, f"world.size={ranks}", "log.progress=auto"],
+        cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=before,
+    )  # fmt: skip
+    os.close(terminal)
+    reader = threading.Thread(target=drained, args=(master,), daemon=True)
+    reader.start()
+    wait_for(begun(tmp_path / "out"), process)
+    STOPPED_READING.set()
+    reader.join(5)
+    os.close(master)
+    assert process.wait(60) == 129
+    STOPPED_READING.clear()
+    assert summary(tmp_path / "out")["status"] == "interrupted"
+    assert (tmp_path / f"out/checkpoints/step-{summary(tmp_path / 'out')['steps']:08d}/manifest.json").exists()
+
+
+STOPPED_READING = threading.Event()
+
+
+def drained(master: int) -> None:
+    """Read what a terminal shows, until told to stop, so that its writer does not wait."""
+    while not STOPPED_READING.is_set():
+        if select.select([master], [], [], 0.1)[0]:
+            os.read(master, 4096)
 
 
 @pytest.mark.e2e
