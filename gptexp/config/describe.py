@@ -145,10 +145,11 @@ def meaning(key: str, name: str, section: type) -> str:
     """
     having = optimizers_with(key)
     of = "" if len(having) == len(OPTIMIZERS) else f"{', '.join(having)}: "
-    text = of + meanings(section).get(name, "")
+    common = meanings(section).get(name, "")
+    text = of + common
     for optimizer in having if key.startswith("optim.") and name != "name" else ():
         own, default = meanings(OPTIMIZERS[optimizer]).get(name, ""), getattr(OPTIMIZERS[optimizer], name)
-        differing = [own] if own != meanings(section).get(name, "") else []
+        differing = [own] if own != common else []
         differing += [f"default {shown(default)}"] if default != getattr(section, name) else []
         text += f"; {optimizer}: {', '.join(differing)}" if differing else ""
     return text

@@ -73,9 +73,9 @@ Part = list[Span | HubFile]  # what one worker tokenises at a time
 def kind_of(path: Path) -> tuple[Kind, Compression | None]:
     """The format of a file, and how it is compressed. Raises `DataError`, also for formats that gptexp cannot read."""
     name = path.name.lower()
-    refuse_pointer(path)
     with _reading(path), path.open("rb") as file:
-        head = file.read(8)
+        head = file.read(len(pointers.FIRST_LINE))
+        refuse_pointer(path, head)
         if head.startswith(_PARQUET) or name.endswith(".parquet"):
             file.seek(-min(len(_PARQUET), file.seek(0, 2)), 2)
             if not head.startswith(_PARQUET) or file.read() != _PARQUET:
@@ -92,10 +92,10 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
     return _kind_of_lines(Span(path, "text", compression), name.removesuffix(packed)), compression
 
 
-def refuse_pointer(path: Path) -> None:
-    """Raise `DataError` if `path` is a pointer of git-lfs."""
-    if why := pointers.why_unreadable(path):
-        raise DataError(f"{path}: {why}")
+def refuse_pointer(path: Path, head: bytes) -> None:
+    """Raise `DataError` if `path`, which begins with `head`, is a pointer of git-lfs."""
+    if head.startswith(pointers.FIRST_LINE):
+        raise DataError(f"{path}: {pointers.FIX}")
 
 
 def _kind_of_lines(span: Span, name: str) -> Kind:

@@ -38,7 +38,7 @@ def read_examples(path: Path, tokenizer: Tokenizer) -> list[Example]:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): a string may contain other line ends
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({first_line(error)})") from None
-    refuse_pointer(path)
+    refuse_pointer(path, lines[0].encode())
     examples = [_example(f"{path}:{number}", line, tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
     if not examples:
         raise DataError(f"{path}: has no example; give a file of HellaSwag")

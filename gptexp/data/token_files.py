@@ -113,10 +113,10 @@ def sidecars(files: Sequence[TokenFile]) -> list[Path]:
 
 def _open(path: Path, asked: str | None) -> TokenFile:
     """Find the ids of a file. Raises `DataError` unless its size fits its header and its ids."""
-    refuse_pointer(path)
     with data_errors(path), path.open("rb") as file:
         head = file.read(_LLMC_HEADER.size)
         size = path.stat().st_size
+    refuse_pointer(path, head)
     kind = asked or _format_of(path, head)
     layout = {"llmc": _llmc, "npy": _npy, "megatron": _megatron, "raw16": _raw, "raw32": _raw}[kind]
     found = TokenFile(path, kind, *layout(path, head, size, asked))

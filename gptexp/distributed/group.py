@@ -24,7 +24,7 @@ PREPARATION = timedelta(days=2)  # timeout of waiting for a rank that prepares d
 # reads the addresses of all others from the store: W² messages of 154 + 8 W bytes, 9 GB for 1,024 ranks.
 LAZY_FROM = 64
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two questions to the store
-SAID_AFTER_S = 15.0  # of a wait for the other ranks
+SAID_AFTER_S = 15.0  # seconds of waiting for the other ranks after which a line says so
 
 
 def connect(rank: Rank) -> dist.Store:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-_FIRST_LINE = b"version https://git-lfs.github.com/spec/v1"
+FIRST_LINE = b"version https://git-lfs.github.com/spec/v1"
+FIX = "a git-lfs pointer in place of the file; run: git lfs pull"
 
 
 def why_unreadable(path: Path) -> str:
-    """That `path` is a pointer of git-lfs, and how to get the file; empty if it is not one, or cannot be read."""
+    """`FIX` if a file that cannot be parsed is a pointer; else, or if it cannot be opened, empty."""
     try:
         with path.open("rb") as file:
-            is_pointer = file.read(len(_FIRST_LINE)) == _FIRST_LINE
+            return FIX if file.read(len(FIRST_LINE)) == FIRST_LINE else ""
     except OSError:
         return ""
-    return "a git-lfs pointer in place of the file; run: git lfs pull" if is_pointer else ""

@@ -165,24 +165,21 @@ def test_a_run_whose_terminal_is_closed_saves(long_run: list[str], tmp_path: Pat
         cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=before,
     )  # fmt: skip
     os.close(terminal)
-    reader = threading.Thread(target=drained, args=(master,), daemon=True)
+    closing = threading.Event()
+    reader = threading.Thread(target=drained, args=(master, closing), daemon=True)
     reader.start()
     wait_for(begun(tmp_path / "out"), process)
-    STOPPED_READING.set()
+    closing.set()
     reader.join(5)
     os.close(master)
     assert process.wait(60) == 129
-    STOPPED_READING.clear()
     assert summary(tmp_path / "out")["status"] == "interrupted"
     assert (tmp_path / f"out/checkpoints/step-{summary(tmp_path / 'out')['steps']:08d}/manifest.json").exists()
 
 
-STOPPED_READING = threading.Event()
-
-
-def drained(master: int) -> None:
-    """Read what a terminal shows, until told to stop, so that its writer does not wait."""
-    while not STOPPED_READING.is_set():
+def drained(master: int, closing: threading.Event) -> None:
+    """Read what a terminal shows, until it is `closing`, so that its writer does not wait."""
+    while not closing.is_set():
         if select.select([master], [], [], 0.1)[0]:
             os.read(master, 4096)
 
