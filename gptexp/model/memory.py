@@ -135,9 +135,10 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
         loss = scratch + (4 + (width if step.is_split else 4)) * vocab * c + 2 * tokens * c * width
     else:
-        # Compiled: the logits and their gradient in the compute type. Else in float32: the log-softmax, the gradient of
-        # the gathered entries and the gradient of the logits.
-        loss = tokens * vocab * (2 * width if compiles_loss else 12)
+        # Compiled: the logits in the compute type, and on a CPU their gradient beside them; a GPU writes it over them.
+        # Else in float32: the log-softmax, the gradient of the gathered entries and the gradient of the logits.
+        compiled_width = 2 * width if step.device == "cpu" else width
+        loss = tokens * vocab * (compiled_width if compiles_loss else 12)
     # If the last block is not recomputed, its activations are freed before others take their place.
     in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
     if recomputed or step.is_split:

@@ -12,6 +12,7 @@ from live_bytes import peak_bytes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gptexp.config.compose import compose
 from gptexp.config.schema import Config, ModelConfig, memory_key
 from gptexp.model.gpt import GPT
 from gptexp.model.memory import StepShape, memory_estimate
@@ -57,6 +58,20 @@ def test_the_estimate_counts_every_tensor(
 ) -> None:
     step = cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=int(checkpointing))
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "micro_steps", "gib"),
+    [("gpt2", 16, 2, 8.913), ("gpt2", 32, 1, 15.1), ("gpt2", 64, 1, 28.5), ("gpt2_medium", 16, 1, 19.9)],
+)
+def test_the_estimate_is_near_what_an_h100_needed(name: str, batch: int, micro_steps: int, gib: float) -> None:
+    """The peaks of torch's allocator in compiled runs in bfloat16, on one H100 with torch 2.11."""
+    m = compose([f"model={name}"]).model
+    step = cpu_step(
+        m, batch, micro_steps, seq_len=1024, device="cuda", dtype="bfloat16", compiled=True, attention="cudnn"
+    )
+    estimate = memory_estimate(replace(m, vocab_size=50_304), AdamWConfig(), step)
+    assert estimate.peak == pytest.approx(gib * 2**30, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
