@@ -40,6 +40,7 @@ FENCES = {
     "huggingface_hub": {"storage/hub.py"},
     "lm_eval": {"run/harness.py"},
     "pytorch_optimizer": {"optim"},
+    "schedulefree": {"optim"},
     "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",

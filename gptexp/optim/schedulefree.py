@@ -1,17 +1,20 @@
 """Schedule-free AdamW."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gptexp.optim.base import PYTORCH_OPTIMIZER, Groups, Named, Optimizer, Shape, TwoMomentsConfig, optimizer_name
+from gptexp.optim.base import Groups, Named, Optimizer, TwoMomentsConfig, optimizer_name
 from gptexp.process.fields import positive, ruled
 
 
 @dataclass
 class ScheduleFreeConfig(TwoMomentsConfig):
-    """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate."""
+    """Schedule-free AdamW (arXiv 2405.15682): averaged weights in place of a decay of the learning rate.
 
-    needs = PYTORCH_OPTIMIZER
+    It is the variant of the authors' package, schedulefree: the average weighs each step by the square of the largest
+    lr so far. The paper's algorithm 1 also multiplies lr by √(1 − beta2^t), so its average trusts the first steps less.
+    """
+
+    needs = "schedulefree"
     is_like_adam = True
     may_split_rows = True  # but not parameters: it exchanges all weights before an evaluation
     has_timescale = True
@@ -25,9 +28,8 @@ class ScheduleFreeConfig(TwoMomentsConfig):
     eps: float = positive(1e-8)  # added to the square root of the second moment
 
     def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
-        from pytorch_optimizer import ScheduleFreeAdamW
+        from schedulefree import AdamWScheduleFree
 
-        return ScheduleFreeAdamW(groups, self.lr, (self.beta1, self.beta2), eps=self.eps)
-
-    def scratch_numbers(self, shapes: Sequence[tuple[Shape, int]]) -> int:
-        return 2 * super().scratch_numbers(shapes)
+        optimizer: Optimizer = AdamWScheduleFree(groups, self.lr, (self.beta1, self.beta2), self.eps)
+        optimizer.train()  # type: ignore[attr-defined]
+        return optimizer

@@ -18,7 +18,7 @@ from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part
 from gptexp.training.optimizer import has_split_state, weights_for_use
 from gptexp.training.weight_average import WeightAverage
 
-COUNTS = ("step", "weight_sum", "lr_max")  # counters in the parameter groups of some optimizers; no hyperparameters
+COUNTS = ("step", "k", "weight_sum", "lr_max")  # counters in the groups of some optimizers; no hyperparameters
 
 
 def is_shared(parameters: Parameters, optimizer: Optimizer) -> bool:
@@ -54,6 +54,9 @@ def load_checkpoint(
         for kind, parts in _parts(parameters, optimizer, average).items():
             checkpoint.read(path, kind, parts)
     for group, saved in zip(groups, counts, strict=True):
+        if unknown := saved.keys() - group.keys():
+            why = f"its optimizer counts {', '.join(sorted(unknown))}, which this one does not"
+            raise CheckpointError(f"{path}: does not fit the model ({why})")
         group.update(saved)
 
 
