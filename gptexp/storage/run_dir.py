@@ -382,12 +382,14 @@ def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The dotted keys with other values `now` than `before`.
+    """The dotted keys with other values `now` than `before`, of those that may not change within a run.
 
-    A tokenizer's file may have moved: its path is not compared, because the hash of the tokens is.
+    A tokenizer's file may have moved: its path is not compared, because the hash of the tokens is. The limit at which a
+    run counts as diverged may change: it ends a run, or not, and changes no weight.
     """
     moved = all(values.get("data.tokenizer") not in NAMES for values in (before, now))
-    return [key for key in now if before.get(key) != now[key] and not (key == "data.tokenizer" and moved)]
+    ignored = {"train.divergence_nats", *(["data.tokenizer"] if moved else [])}
+    return [key for key in now if before.get(key) != now[key] and key not in ignored]
 
 
 def trained_with(directory: Path) -> dict[str, Any]:

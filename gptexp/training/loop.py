@@ -271,10 +271,12 @@ class _Loop:
         if cfg.nonfinite == "skip":
             self.nonfinite_in_a_row = 0
         if trend.diverged(loss, step.batch.total_batch_size, self.t.plan.tokens, cfg.divergence_nats):
+            fix = "lower optim.lr, or lengthen the warm-up; the same command with train.divergence_nats=null goes on"
+            if not self.t.dataset.order.shuffled:
+                fix = f"or another kind of text has begun, since data.order=sequential does not mix the text; {fix}"
             raise DivergedError(
                 f"step {step.number + 1}: the smoothed loss has stayed {cfg.divergence_nats:g} nats above its minimum "
-                f"of {trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; lower optim.lr, lengthen the "
-                "warm-up, or start a new run with train.divergence_nats=null"
+                f"of {trend.lowest:.4f} for {trend.steps_above} steps: the run diverged; {fix}"
             )
 
     def needed_s(self, sequence_s: float) -> float:

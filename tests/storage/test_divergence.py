@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import events, summary
+from real_runs import equal
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import from_dict
@@ -127,6 +128,30 @@ def test_a_run_whose_loss_stays_high_ends_early_as_diverged(
     assert summary(tmp_path)["status"] == "diverged"
     assert len(events(tmp_path, "step")) < 60  # of 1,000
     assert "has stayed 1 nats above its minimum" in capsys.readouterr().err
+
+
+def test_text_of_another_kind_ends_a_sequential_run_which_goes_on_without_the_limit(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(0)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 500)
+    (tmp_path / "b.txt").write_text("".join(draw.choices("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=12_000)))
+    overrides = [
+        *tiny, f"data.path=[{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}]", "data.order=sequential", "optim.lr=1e-2",
+        "data.tokenizer=bytes", "train.max_steps=150", "train.eval_every=0", "log.sample_tokens=0", "train.save_every=25",
+    ]  # fmt: skip
+
+    def outcome(name: str, *changed: str) -> tuple[int, str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        code = run(Job(compose([*overrides, *changed]), tmp_path / name, Rank(), StopRequest()))
+        return code, capsys.readouterr().err
+
+    code, said = outcome("ended")
+    assert code == 5
+    assert "data.order=sequential" in said
+    assert outcome("ended", "train.divergence_nats=null")[0] == 0
+    assert outcome("whole", "train.divergence_nats=null")[0] == 0
+    assert equal(tmp_path / "ended", tmp_path / "whole")
 
 
 @pytest.mark.slow
