@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config import branching, rules
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
-from gptexp.config.overrides import canonical, override_problems, secret_problems
+from gptexp.config.overrides import MAY_BE_NULL, NULL, canonical, override_problems, secret_problems
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -53,6 +53,8 @@ def register_schema() -> None:
     store.store(name="schema", node=Config(optim=OptimConfig()))
     for name, keys in OPTIMIZERS.items():
         store.store(group="optim_keys", name=name, node=keys)
+    for group in MAY_BE_NULL:
+        store.store(group=group, name=NULL, node={}, package="_global_")
 
 
 @contextmanager
@@ -82,7 +84,8 @@ def power_law(tokens: int, value: float, at_tokens: float, exponent: float) -> f
 
 def is_multirun(overrides: Sequence[str]) -> bool:
     """Whether the overrides request several runs without the flag -m."""
-    return any(text.startswith("sweep=") or text == "hydra.mode=MULTIRUN" for text in overrides)
+    named = [text for text in canonical(overrides) if text.startswith("sweep=") and text != f"sweep='{NULL}'"]
+    return bool(named) or "hydra.mode=MULTIRUN" in overrides
 
 
 def compose(

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
+from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -35,6 +35,9 @@ NO_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(i
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
 
+# The groups of config.yaml without a file. Hydra refuses null on the command line; an empty option has its name.
+MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
+
 Fields = dict[str, dataclasses.Field[Any]]
 
 
@@ -43,7 +46,7 @@ def canonical(overrides: Sequence[str]) -> list[str]:
 
     Hydra reads 1e6 as a float, and refuses a float for a key with whole numbers. Hydra's `++key` also adds new keys.
     A key with text takes what was typed: without quotes, Hydra reads the commit 7e10243 as infinity. `None`, as Python
-    and wandb write it, is null for a key that may be null.
+    and wandb write it, is null for a key that may be null. So is a group's null, of the groups `MAY_BE_NULL`.
     """
     fields = {key: f for key, f, _, _ in every_key()}
     spelt = []
@@ -58,6 +61,9 @@ def canonical(overrides: Sequence[str]) -> list[str]:
             if type(None) in get_args(field.type) and not set(value) & set("'\""):
                 value = ",".join("null" if part == "None" else part for part in value.split(","))
             text = f"{key.removeprefix('++')}={value}"
+        elif key in MAY_BE_NULL:
+            named = (f"'{NULL}'" if option in (NULL, "None") else option for option in value.split(","))
+            text = f"{key}={','.join(named)}"
         spelt.append(text)
     return spelt
 
@@ -69,8 +75,9 @@ def _whole(number: re.Match[str]) -> str:
 
 
 def unquoted(value: str) -> str:
-    """A value without the quotes that `canonical` gives to a text that Hydra would read as a number."""
-    return value[1:-1] if value[:1] == value[-1:] == "'" and NO_TEXT.fullmatch(value[1:-1]) else value
+    """A value without the quotes that `canonical` gives to a text that Hydra would read as something else."""
+    inside = value[1:-1]
+    return inside if value == f"'{inside}'" and (inside == NULL or NO_TEXT.fullmatch(inside)) else value
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
@@ -164,10 +171,13 @@ def _values(override: Override) -> list[Any]:
     value = override.value()
     if isinstance(value, IntervalSweep):
         return [int(end) if isinstance(end, float) and end.is_integer() else end for end in (value.start, value.end)]
-    return list(override.sweep_iterator()) if override.is_sweep_override() else [value]
+    values = override.sweep_iterator() if override.is_sweep_override() else [value]
+    return [item.text if isinstance(item, QuotedString) else item for item in values]
 
 
 def _wrong_option(group: str, value: Any, known: dict[str, Path]) -> Problem | None:
+    if value == NULL and group in MAY_BE_NULL:
+        return None
     if isinstance(value, str) and value in known:
         return _misplaced_keys(group, known[value])
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)

@@ -1,12 +1,15 @@
 """From overrides to a config: precedence, options of groups, the launcher's world size."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from sweeps import compose_sweep
 
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
+from gptexp.config.overrides import MAY_BE_NULL, NULL
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
@@ -94,6 +97,27 @@ def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
     assert compose([f"log.note={text}"]).log.note == (None if text == "None" else text)
     assert compose([f"log.note='{text}'"]).log.note == text
     assert compose(["log.note=null"]).log.note is None
+
+
+def test_a_group_without_a_file_may_be_null() -> None:
+    """It wins over an experiment's choice of that group. Groups with a default file have no null."""
+    defaults = yaml.safe_load((conf_dir() / "config.yaml").read_text())["defaults"]
+    assert {*MAY_BE_NULL} == {key for entry in defaults if isinstance(entry, dict) for key in entry if not entry[key]}
+    nothing = compose([])
+    for text in (NULL, "None"):
+        assert compose([f"{group}={text}" for group in MAY_BE_NULL]) == nothing
+    chosen, without = (compose(["experiment=gpt3_125m", "data=stdlib", *more]) for more in ([], ["schedule=null"]))
+    assert chosen.schedule != ScheduleConfig()
+    assert without == replace(chosen, schedule=ScheduleConfig())
+    assert not is_multirun(["sweep=null"])
+    assert is_multirun(["sweep=lr"])
+    grid = compose_sweep(["hydra.mode=MULTIRUN", "schedule=null,wsd"])
+    assert [draft.values for draft in grid.drafts] == [{"schedule": NULL}, {"schedule": "wsd"}]
+    assert grid.drafts[0].config == nothing
+    for group in ("log", "optim", "model"):
+        with pytest.raises(ConfigError) as error:
+            compose([f"{group}=null"])
+        assert error.value.problems[0].code == "no-such-option"
 
 
 def test_values_of_a_sweep_over_texts_are_shown_as_typed() -> None:
