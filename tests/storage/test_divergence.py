@@ -138,7 +138,8 @@ def test_text_of_another_kind_ends_a_sequential_run_which_goes_on_without_the_li
     (tmp_path / "b.txt").write_text("".join(draw.choices("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=12_000)))
     overrides = [
         *tiny, f"data.path=[{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}]", "data.order=sequential", "optim.lr=1e-2",
-        "data.tokenizer=bytes", "train.max_steps=150", "train.eval_every=0", "log.sample_tokens=0", "train.save_every=25",
+        "data.tokenizer=bytes", "train.max_steps=150", "train.eval_every=0", "log.sample_tokens=0",
+        "train.save_every=25",
     ]  # fmt: skip
 
     def outcome(name: str, *changed: str) -> tuple[int, str]:
