@@ -113,7 +113,7 @@ def test_a_group_without_a_file_may_be_null() -> None:
     assert is_multirun(["sweep=lr"])
     grid = compose_sweep(["hydra.mode=MULTIRUN", "schedule=null,wsd"])
     assert [draft.values for draft in grid.drafts] == [{"schedule": NULL}, {"schedule": "wsd"}]
-    assert [draft.config.schedule for draft in grid.drafts if draft.config][0] == nothing.schedule
+    assert next(draft.config for draft in grid.drafts if draft.config).schedule == nothing.schedule
     for group in ("log", "optim", "model"):
         with pytest.raises(ConfigError) as error:
             compose([f"{group}=null"])
