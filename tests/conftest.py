@@ -197,7 +197,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports whose PNGs are empty; drawing them takes most of the time."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
 
 
 @pytest.fixture(scope="session")

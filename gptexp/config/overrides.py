@@ -74,10 +74,19 @@ def _whole(number: re.Match[str]) -> str:
     return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
 
 
-def unquoted(value: str) -> str:
-    """A value without the quotes that `canonical` gives to a text that Hydra would read as something else."""
-    inside = value[1:-1]
-    return inside if value == f"'{inside}'" and (inside == NULL or NO_TEXT.fullmatch(inside)) else value
+def as_typed(overrides: Iterable[str]) -> list[str]:
+    """Overrides without the quotes that `canonical` gives to texts that Hydra would read as something else."""
+    typed = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not set(value) & set('"\\[](){}$'):
+            parts = ((part, part[1:-1]) for part in value.split(","))
+            value = ",".join(
+                inside if part == f"'{inside}'" and (inside == NULL or NO_TEXT.fullmatch(inside)) else part
+                for part, inside in parts
+            )
+        typed.append(f"{key}{equals}{value}")
+    return typed
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:

@@ -31,7 +31,7 @@ from gptexp.model.parametrisation import describe
 from gptexp.process.errors import DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration
-from gptexp.reporting.charts.pictures import png
+from gptexp.reporting.charts.pictures import pngs
 from gptexp.reporting.listings.records import Run
 from gptexp.reporting.page.overview import as_started
 from gptexp.reporting.page.report import build_report
@@ -57,8 +57,8 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False) -> Non
     [run] = report.analysis.runs
     if run.problem:
         warn(run.problem)
-    curve = next((figure for figure in report.figures if figure.key == "loss"), None)
-    card = model_card(name, loaded, run, tokenizer, CURVE if curve is not None else None)
+    curve = pngs([figure.spec for figure in report.figures if figure.key == "loss"])
+    card = model_card(name, loaded, run, tokenizer, CURVE if curve else None)
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out if out.exists() else out.parent, prefix=".export-") as folder:
@@ -66,8 +66,8 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False) -> Non
             unfinished.mkdir()
             save_pretrained(loaded.model, tokenizer, unfinished)
             (unfinished / "README.md").write_text(card, encoding="utf-8")
-            if curve is not None:
-                (unfinished / CURVE).write_bytes(png(curve.spec))
+            for image in curve:
+                (unfinished / CURVE).write_bytes(image)
             if not out.exists():
                 unfinished.rename(out)
             else:  # a directory that is in use, or a mount, cannot be replaced

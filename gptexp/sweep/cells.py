@@ -24,7 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from gptexp.config.branching import first_tokens, run_and_step
 from gptexp.config.compose import job_of, take_choices, to_config
-from gptexp.config.overrides import unquoted
+from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import Config, fields_of, hashed, result_deciding
@@ -124,7 +124,8 @@ def draft_cells(
     drafts, compositions = [], Compositions(loader, config)
     for number, overrides in enumerate(combinations, first):
         composition = compositions.cell(overrides)
-        values = {key: unquoted(value) for key, _, value in (text.partition("=") for text in overrides) if key in swept}
+        pairs = (text.partition("=") for text in as_typed(overrides))
+        values = {key: value for key, _, value in pairs if key in swept}
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"
             composition.hydra.job.num = number
@@ -289,13 +290,13 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 def command(config: DictConfig) -> list[str]:
     """The arguments of gptexp that started the sweep of `config`."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
-    return ["train", "-m", *config_flags(config.hydra), *given, *config.hydra.overrides.task]
+    return ["train", "-m", *config_flags(config.hydra), *given, *as_typed(config.hydra.overrides.task)]
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
     """Return the command-line arguments that all cells share: a command for further cells starts with them."""
     swept = {*swept_keys(config), "sweep.name", "hydra.mode"}
-    given = [*config.hydra.overrides.task, *config.hydra.overrides.hydra]
+    given = [*as_typed(config.hydra.overrides.task), *config.hydra.overrides.hydra]
     keys = {text: text.lstrip("+~").partition("=")[0] for text in given}
     kept = [k for k in keys if keys[k] not in swept and not keys[k].startswith(("hydra/sweeper", "hydra.sweeper"))]
     return [*config_flags(config.hydra), *kept]

@@ -15,7 +15,7 @@ from gptexp.storage import run_dir
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of a report's time, and are made of the words of its page."""
-    monkeypatch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+    monkeypatch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
 
 
 # One of everything that a config counts.

@@ -9,7 +9,7 @@ from sweeps import compose_sweep
 
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
-from gptexp.config.overrides import MAY_BE_NULL, NULL
+from gptexp.config.overrides import MAY_BE_NULL, NULL, as_typed, canonical
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
@@ -118,6 +118,15 @@ def test_a_group_without_a_file_may_be_null() -> None:
         with pytest.raises(ConfigError) as error:
             compose([f"{group}=null"])
         assert error.value.problems[0].code == "no-such-option"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["sweep.name=7e10243", "schedule=null", "schedule=null,wsd", "log.note=1,2e5,x", "optim.lr=1e-3", "log.note='a,1'",
+     "data.path=['1','2','3']", "log.note=a b", "~x"],
+)  # fmt: skip
+def test_a_command_that_is_printed_has_what_was_typed(typed: str) -> None:
+    assert as_typed(canonical([typed])) == [typed]
 
 
 def test_values_of_a_sweep_over_texts_are_shown_as_typed() -> None:

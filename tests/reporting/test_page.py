@@ -38,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / run_dir.SWEEP, {"name": "sweep", "overrides": ["model=nano"], "cells": cells, "commands": [command]}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.page.write.png", lambda _: b"")  # PNGs cost most of the time
+        patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
         write_report(root)
     return root / "report.html"
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gptexp.config.schema import ScalingConfig
 from gptexp.optim import AdamWConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
+from gptexp.reporting.charts.pictures import bundle, pngs
 from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.table import COLUMNS, informative, values
 from gptexp.reporting.listings.terminal_table import texts_of
@@ -33,7 +35,7 @@ def reported(swept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep with its report, but with empty PNGs, which cost most of the time; tests must not write into it."""
     root = shutil.copytree(swept, tmp_path_factory.mktemp("reported") / "root")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.page.write.png", lambda _: b"")
+        patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
         write_report(root)
     return root
 
@@ -126,6 +128,43 @@ def test_a_single_run_has_its_pictures_and_a_second_report_has_the_same_bytes(
         (directory / name).unlink()
     write_report(directory)
     assert files_of_report(directory) == written
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (9 * 10**9, 9 * 10**9))  # V8 reserves more
+
+
+@pytest.mark.e2e
+def test_without_memory_for_pictures_a_report_has_all_but_them(
+    start: Callable[..., subprocess.Popen[str]], swept: Path, tmp_path: Path
+) -> None:
+    root = shutil.copytree(swept, tmp_path / "root")
+    process = start("report", "root", preexec_fn=limit_memory)
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert len([line for line in errors.splitlines() if "vl-convert" in line]) == len(errors.splitlines()) > 0
+    assert "the page: " in said
+    assert not list(root.glob("pictures/*"))
+    assert json.loads((root / "report.json").read_text()) == report_of(root)
+
+
+@pytest.mark.parametrize(
+    ("end", "why"), [("kill -TRAP $$", "SIGTRAP"), ("echo 'no such mark' >&2; exit 1", "no such mark")]
+)
+def test_a_process_of_pictures_that_fails_costs_a_line(
+    end: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{end}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr("gptexp.reporting.charts.pictures.user_cache_dir", lambda: tmp_path / "cache")
+    assert pngs([{"mark": "point"}]) == []
+    assert bundle() == ""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(why in line for line in lines)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_table_has_exact_values_and_the_page_rounded_ones(swept: Path) -> None:

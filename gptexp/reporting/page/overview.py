@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
+from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
@@ -92,7 +93,7 @@ def as_started(directory: Path) -> Started | None:
         hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]
         choices = {str(group): str(option) for group, option in hydra["runtime"]["choices"].items()}
         of_hydra, overrides = ([str(text) for text in hydra["overrides"][part]] for part in ("hydra", "task"))
-        return Started(choices, list(map(str, config_flags(hydra))), of_hydra, overrides)
+        return Started(choices, list(map(str, config_flags(hydra))), of_hydra, as_typed(overrides))
     return None
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, listed
-from gptexp.reporting.charts.pictures import bundle, png
+from gptexp.reporting.charts.pictures import bundle, pngs
 from gptexp.reporting.listings.table import informative, values
 from gptexp.reporting.listings.terminal_table import PIPE_WIDTH, print_table, texts_of
 from gptexp.reporting.page.page import report_page
@@ -60,10 +60,10 @@ def write_report(
     files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
     with run_dir.storage(directory / PICTURES):
         (directory / PICTURES).mkdir(exist_ok=True)
-    for picture in report.figures:
-        files.append(directory / PICTURES / f"{picture.key}.png")
+    for figure, image in zip(report.figures, pngs([figure.spec for figure in report.figures]), strict=False):
+        files.append(directory / PICTURES / f"{figure.key}.png")
         with run_dir.storage(files[-1]), run_dir.atomic(files[-1], "wb") as file:
-            file.write(png(picture.spec))
+            file.write(image)
     return report, files
 
 
