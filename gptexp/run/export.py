@@ -22,6 +22,7 @@ from gptexp.config.schema import Config, DataConfig
 from gptexp.config.transformers_json import CONFIG_JSON, GENERATION_CONFIG_JSON, config_json, generation_config_json
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
+from gptexp.data.tokenizer_file import FileTokenizer
 from gptexp.data.tokenizer_json import transformers_files
 from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
@@ -184,6 +185,11 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
         notes.append(
             "The name of the end-of-text token in a text is that token here. In training it was ordinary text, as with "
             "`split_special_tokens=True`."
+        )
+    if isinstance(tokenizer, FileTokenizer):
+        notes.append(
+            "The tokenizer adds no token to a text, such as `<s>`, and merges without dropout: so it encoded the "
+            "training's text, whatever the file that it was made from says."
         )
     if config.model.parametrisation != "standard":
         notes.append(

@@ -69,6 +69,8 @@ def test_a_run_keeps_its_vocabulary(
     else:
         assert "val/bpb" not in evaluated
         assert "no val/bpb: the tokenizer loses or changes parts of a text" in evaluation.stderr
+        assert gptexp("export", "out", "exported").returncode == 0
+        assert "`<s>`" in (tmp_path / "exported/README.md").read_text()
 
     elsewhere = tmp_path / "text.txt"
     elsewhere.write_text("Nobody sees bread. " * 60)
