@@ -86,7 +86,23 @@ def test_a_sweep_of_whole_numbers_may_be_written_as_floats(value: str, sizes: li
 
 
 @pytest.mark.parametrize(
-    "text", ["7e10243", "2e55555", "2026_11_26", "1e3", "0x10", "1_0", "inf", "nan", "true", "007", ".5", "5.", "None"]
+    "text",
+    [
+        "7e10243",
+        "2e55555",
+        "2026_11_26",
+        "1e3",
+        "0x10",
+        "1_0",
+        "inf",
+        "nan",
+        "true",
+        "007",
+        ".5",
+        "5.",
+        "None",
+        "<|a|>",
+    ],
 )
 def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
     """Hydra reads numbers: two names of sweeps, commits of git, became `inf`."""
@@ -105,6 +121,13 @@ def test_values_of_a_sweep_over_texts_are_shown_as_typed() -> None:
 def test_null_may_be_written_as_python_and_wandb_do() -> None:
     config = compose(["optim.beta2_half_life_tokens=None", "log.wandb.entity=None", "train.max_steps=None"])
     assert (config.optim.beta2_half_life_tokens, config.log.wandb.entity, config.train.max_steps) == (None, None, None)
+
+
+def test_how_text_is_read_may_be_set_for_a_validation_text_alone(corpus: Path) -> None:
+    keys = {"text_column": "body", "encoding": "gbk", "separator": "<|endoftext|>"}
+    config = compose([f"data.val_path={corpus}", *(f"data.{key}={value}" for key, value in keys.items())])
+    assert config.data.name == "stdlib"
+    assert {key: getattr(config.data, key) for key in keys} == keys
 
 
 def test_two_plus_signs_set_an_existing_key() -> None:
