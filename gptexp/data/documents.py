@@ -160,8 +160,8 @@ def next_cut(span: Span, position: int, cut_before: str) -> int:
 def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tuple[str | Path, str, bool]]:
     """Yield what `documents` yields for each span of a part, after the path of its file; add to `seen`.
 
-    Raises `DataError` if more bytes are not text than `MOST_REPLACED`, of all bytes of the part, or of a mebibyte and
-    all that was read before it.
+    Raises `DataError` if the share of bytes that are not text exceeds `MOST_REPLACED` in the part, or in its start of
+    two mebibytes or more.
     """
     for number, span in enumerate(part):
         seen.span = seen.span if seen.replaced else number
