@@ -58,7 +58,7 @@ def read_transformers(directory: Path) -> dict[str, Tensor]:
 
 
 class _GPTConfig:
-    """In place of a dataclass of build-nanogpt, an object of which its checkpoints hold: gets its fields, not its code."""
+    """In place of the class of the config in a checkpoint of build-nanogpt: gets its fields, not its code."""
 
 
 _KNOWN_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
