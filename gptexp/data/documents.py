@@ -33,7 +33,7 @@ _COMPRESSED: dict[bytes, Compression] = {
 _JSONL = (".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".zstd")
 _PARQUET = b"PAR1"  # the first and the last bytes of a file
-_ARROW_FILE = b"ARROW1"  # the first bytes of a file in Arrow's file format; its stream format has none
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of Arrow's two formats
 _FOREIGN = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip"}
 _HEAD_CHARACTERS = 8000  # a file with a NUL in these is not text; git looks at as many bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -86,7 +86,7 @@ def span_of(path: Path, encoding: str = UTF_8, separator: str | None = None) -> 
                 raise DataError(f"{path}: not a complete parquet file; copy it again")
             return Span(path, "parquet")
     size = path.stat().st_size
-    if path.suffix == ".arrow":
+    if name.endswith(".arrow") or head.startswith((_ARROW_FILE, _ARROW_STREAM)):
         return Span(path, "arrow", size=size)
     compression = next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
     packed = next((suffix for suffix in _PACKED if name.endswith(suffix)), "")
