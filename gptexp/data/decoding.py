@@ -11,6 +11,7 @@ from itertools import chain
 
 UTF_8 = "utf-8"
 MOST_REPLACED = 1 / 1000  # the largest share of bytes that are not text
+FOREIGN_BYTES = 100  # more bytes than characters; short text in another encoding may be UTF-8 by chance
 # A file's first bytes -> its encoding. UTF-32's mark begins with that of UTF-16.
 MARKS = {
     codecs.BOM_UTF8: UTF_8,
@@ -52,6 +53,18 @@ def decoded(blocks: Iterable[bytes], encoding: str, start: int, seen: Seen) -> I
         if text:
             yield text.removeprefix(mark)
             mark = ""
+
+
+def is_plainly_utf_8(head: bytes) -> bool:
+    """Whether the first bytes of a file are UTF-8 with too many characters beyond ASCII for a coincidence.
+
+    Many of Python's codecs decode them without an error, to other text.
+    """
+    try:
+        text = codecs.getincrementaldecoder(UTF_8)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return len(head) - len(text) >= FOREIGN_BYTES
 
 
 _NOTE = "gptexp.note"  # the name of `_note` as an error handler of codecs

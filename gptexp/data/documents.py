@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from gptexp.data import hub
-from gptexp.data.decoding import MARKS, UTF_8, Seen, decoded
+from gptexp.data.decoding import MARKS, UTF_8, Seen, decoded, is_plainly_utf_8
 from gptexp.process import pointers
 from gptexp.process.errors import ConfigError, DataError, UnavailableError, UserError, first_line
 from gptexp.process.words import shown
@@ -115,6 +115,8 @@ def _with_encoding(span: Span) -> Span:
     if head and marked is None and span.encoding in ("utf-16", "utf-32"):
         needed = f"has no byte-order mark; use data.encoding={span.encoding}-le or {span.encoding}-be"
         raise DataError(f"{span.path}: {needed}")
+    if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
+        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert the file")
     return replace(span, encoding=marked or span.encoding)
 
 

@@ -451,6 +451,16 @@ def test_many_bytes_that_are_not_text_are_refused(
         assert prepare(data)
 
 
+@pytest.mark.parametrize("encoding", ["gbk", "latin-1", "cp1252"])
+def test_utf_8_is_not_read_in_another_encoding(tmp_path: Path, encoding: str) -> None:
+    """For example by `gptexp evaluate RUN --data FILE`, whose run was trained on text in that encoding."""
+    (tmp_path / "a.txt").write_text("汉字测试 " * 50)
+    with pytest.raises(UserError, match=f"is UTF-8, not {codecs.lookup(encoding).name}"):
+        prepare(text_config(tmp_path / "a.txt", encoding=encoding, cache_dir=str(tmp_path / "cache")))
+    (tmp_path / "b.txt").write_bytes(("汉字测试 " * 50).encode("gbk"))
+    assert prepare(text_config(tmp_path / "b.txt", encoding="gbk", cache_dir=str(tmp_path / "cache")))
+
+
 def test_utf_16_without_a_mark_must_say_its_byte_order(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("words".encode("utf-16-be"))
     with pytest.raises(UserError, match=r"no byte-order mark; use data.encoding=utf-16-le or utf-16-be"):

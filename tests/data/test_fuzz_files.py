@@ -122,6 +122,11 @@ def decoded(content: bytes, encoding: str) -> str:
     """The text of `content`, if at most one byte in a thousand is not text."""
     mark = next((mark for mark in MARKS if content.startswith(mark)), b"")
     encoding = MARKS.get(mark, encoding)
+    try:
+        if not mark and encoding != "utf-8" and len(content) - len(content.decode()) >= 100:
+            raise Wrong("UTF-8")
+    except UnicodeDecodeError:
+        pass
     rest, bad = content, 0
     while True:
         try:
