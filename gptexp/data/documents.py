@@ -94,8 +94,10 @@ def span_of(path: Path, encoding: str = UTF_8, separator: str | None = None) -> 
         raise DataError(f"{path}: not compressed, although its name ends in {packed}; rename it, or copy it again")
     if head.startswith(b"\x93NUMPY") or name.endswith((".bin", ".npy")):
         raise DataError(f"{path}: tokens, not text; use data=tokens data.path={shown(str(path))}")
-    span = _with_encoding(Span(path, "text", compression, encoding, size=size))
-    kind = _kind_of_lines(span, name.removesuffix(packed))
+    span = Span(path, "text", compression, encoding, size=size)
+    first_block = next(_blocks(span), b"")
+    span = replace(span, encoding=_encoding_of(span, first_block))
+    kind = _kind_of_lines(span, first_block, name.removesuffix(packed))
     return replace(span, kind=kind, separator=separator if kind == "text" else None)
 
 
@@ -105,9 +107,11 @@ def refuse_pointer(path: Path, head: bytes) -> None:
         raise DataError(f"{path}: {pointers.FIX}")
 
 
-def _with_encoding(span: Span) -> Span:
-    """`span` with the encoding that its byte-order mark says, if it has one. Raises `DataError` if it is not text."""
-    head = next(_blocks(span), b"")
+def _encoding_of(span: Span, head: bytes) -> str:
+    """The encoding of a file, of which `head` is the first block: its byte-order mark's, if it has one; else the span's.
+
+    Raises `DataError` if the file is in another encoding, or not text.
+    """
     foreign = next((format for magic, format in _FOREIGN.items() if head.startswith(magic)), None)
     if foreign is not None:
         raise DataError(f"{span.path}: {foreign} is not read; give text, plain or compressed by gzip or Zstandard")
@@ -117,12 +121,12 @@ def _with_encoding(span: Span) -> Span:
         raise DataError(f"{span.path}: {needed}")
     if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
         raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert the file")
-    return replace(span, encoding=marked or span.encoding)
+    return marked or span.encoding
 
 
-def _kind_of_lines(span: Span, name: str) -> Kind:
+def _kind_of_lines(span: Span, first_block: bytes, name: str) -> Kind:
     """jsonl or text, as the file's name says; else jsonl if its first line is a JSON object."""
-    head = next(_decoded(span, Seen()), "")[:_HEAD_CHARACTERS]
+    head = next(decoded([first_block], span.encoding, 0, Seen()), "")[:_HEAD_CHARACTERS]
     if "\0" in head:
         what = f"not text in {span.encoding} (character {head.index(chr(0)):,} is NUL)"
         raise DataError(f"{span.path}: {what}; give text, or set data.encoding, such as utf-16-le")

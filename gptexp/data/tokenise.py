@@ -172,6 +172,6 @@ def _characters_of_part(part: Part, column: str) -> str:
 
 
 def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:
-    """The files of the parts. If another version of gptexp divides otherwise, its parts have other names."""
-    digests = (hashlib.sha256(repr(part).encode()).hexdigest()[:8] for part in parts)
+    """The files of the parts. If another version of gptexp divides or writes otherwise, its parts have other names."""
+    digests = (hashlib.sha256(f"{_HEAD.format} {part!r}".encode()).hexdigest()[:8] for part in parts)
     return [folder / f"part-{number:06d}-{digest}.ids" for number, digest in enumerate(digests)]
