@@ -108,7 +108,7 @@ def refuse_pointer(path: Path, head: bytes) -> None:
 
 
 def _encoding_of(span: Span, head: bytes) -> str:
-    """The encoding of a file, of which `head` is the first block: its byte-order mark's, if it has one; else the span's.
+    """The encoding of a file, of which `head` is the first block: that of its byte-order mark, else the span's.
 
     Raises `DataError` if the file is in another encoding, or not text.
     """
