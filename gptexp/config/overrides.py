@@ -30,8 +30,10 @@ from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
-# What Hydra reads as a number or a truth value, not as text.
-NO_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false", re.IGNORECASE)
+# What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>).
+NO_TEXT = re.compile(
+    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[<>].*", re.IGNORECASE
+)
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
 

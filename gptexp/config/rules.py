@@ -45,10 +45,13 @@ READ_UNDER = {
     "data.split": ("data.name", ("hf",)),
     "data.mix": ("data.name", ("text", "hf")),
     "data.text_column": ("data.name", ("text", "hf")),
+    "data.encoding": ("data.name", ("text",)),
+    "data.separator": ("data.name", ("text",)),
     "model.base_n_embd": ("model.parametrisation", ("mup", "completep")),
     "model.base_n_head": ("model.parametrisation", ("mup", "completep")),
     "model.base_n_layer": ("model.parametrisation", ("completep",)),
 }
+OF_TEXT = ("data.text_column", "data.encoding", "data.separator")  # how the files of a text are read
 
 
 class _InvalidKey(Exception):
@@ -146,6 +149,8 @@ def _noise(cfg: Config, world_size: int) -> Iterator[Problem]:
 def _unread(cfg: Config, _: int) -> Iterator[Problem]:
     defaults = {key: default for key, _, default, _ in every_key()}
     for key, (other, values) in READ_UNDER.items():
+        if key in OF_TEXT and cfg.data.name != "tokens" and cfg.data.val_path is not None:
+            continue  # data.val_path is text, too
         if attrgetter(other)(cfg) not in values and attrgetter(key)(cfg) != defaults[key]:
             group = "data" if other == "data.name" else other
             readers = " or ".join(f"{group}={value}" for value in values)

@@ -33,7 +33,9 @@ from gptexp.process.fields import (
     choice_or_null,
     count_or_auto,
     directory_name,
+    encoding_name,
     not_negative,
+    one_line,
     positive,
     ratio,
     ruled,
@@ -206,6 +208,10 @@ class DataConfig:
     split: str = "train"  # data=hf: the data set's split
     mix: Any = None  # several sources in place of path, {path: weight}; the weights are their shares of the tokens
     text_column: str = "text"  # the column with the text, for all formats but plain text
+    encoding: str = encoding_name("utf-8")  # of plain text and jsonl without a byte-order mark, as Python's codecs name
+    # it: gbk, latin-1, utf-16-le; at most one byte in a thousand may be no text in it
+    separator: str | None = one_line(None)  # a line between the documents of a plain text, such as <|endoftext|>; null:
+    # each file is one document
     workers: int | None = positive(None)  # processes that tokenise; null: one for each core
     tokenizer: str = "gpt2"  # gpt2 or another encoding of tiktoken; bytes; chars: one id for each character of the
     # corpus; or the path of a tokenizer.json
@@ -368,9 +374,10 @@ class Config:
 # has checks of its own, and ends with the same bits as a run that was never interrupted.
 IRRELEVANT_TO_RESULT = (
     "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
-    "data.subset", "data.split", "data.mix", "data.text_column", "data.workers", "data.cache_dir",
-    "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*", "train.save_*",
-    "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes", "train.profile",
+    "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding", "data.separator", "data.workers",
+    "data.cache_dir", "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*",
+    "train.save_*", "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes",
+    "train.profile",
 )  # fmt: skip
 
 

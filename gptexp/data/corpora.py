@@ -3,18 +3,20 @@
 A corpus is a list of files in a fixed order. A part of it, small enough for one worker, is a list of spans.
 """
 
+import codecs
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 from gptexp.config.paths import matching_files, no_files, saved_dataset_files
 from gptexp.data import hub
-from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
+from gptexp.data.decoding import UTF_8
+from gptexp.data.documents import HubFile, Part, Span, next_cut, row_group_bytes, span_of
 from gptexp.data.downloads import Download, downloaded
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
@@ -89,6 +91,8 @@ class Files:
 
     name: str
     files: list[Path]
+    encoding: str = UTF_8  # of text without a byte-order mark, as Python's codecs name it
+    separator: str | None = None  # the line between two documents in text; None: all of a file is one
 
     @property
     def max_tokens(self) -> None:
@@ -101,7 +105,7 @@ class Files:
 
     @property
     def key(self) -> str:
-        """Hash of the files' paths, sizes and times; 16 hex digits.
+        """Hash of the files' paths, sizes and times, and how they are read; 16 hex digits.
 
         The times include that of the last status change, because a program can reset that of the last modification.
         """
@@ -109,11 +113,18 @@ class Files:
         for file in self.files:
             stat = file.stat()
             digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\n".encode())
+        if (self.encoding, self.separator) != (UTF_8, None):  # keys of files that are read by default are older
+            digest.update(f"{self.encoding}\0{self.separator}".encode())
         return digest.hexdigest()[:16]
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
-        for path, kind, compression in _kinds(self.files):
-            yield from _spans(path, kind, compression, cut_before, part_bytes)
+        first: Span | None = None
+        for path in self.files:
+            span = span_of(path, self.encoding, self.separator)
+            first = first or span
+            if span.kind != first.kind:
+                raise DataError(f"{path}: {span.kind}, but {first.path} is {first.kind}; give files of one format")
+            yield from _divided(span, cut_before, part_bytes)
 
 
 def stdlib() -> Files:
@@ -128,7 +139,7 @@ def stdlib() -> Files:
     return Files("stdlib", files)
 
 
-def text(patterns: list[str]) -> Files:
+def text(patterns: list[str], encoding: str = UTF_8, separator: str | None = None) -> Files:
     """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -136,7 +147,7 @@ def text(patterns: list[str]) -> Files:
         if not matching:
             raise DataError(f"{pattern}: {no_files(pattern)}")
         files.update(dict.fromkeys(matching))
-    return Files("text", list(files))
+    return Files("text", list(files), codecs.lookup(encoding).name, separator)
 
 
 def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
@@ -152,36 +163,24 @@ def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
     return found
 
 
-def _kinds(files: list[Path]) -> Iterator[tuple[Path, Kind, Compression | None]]:
-    """Yield each file with its format. Raises `DataError` if the formats differ."""
-    first: tuple[Path, Kind] | None = None
-    for path in files:
-        kind, compression = kind_of(path)
-        first = first or (path, kind)
-        if kind != first[1]:
-            raise DataError(f"{path}: {kind}, but {first[0]} is {first[1]}; give files of one format")
-        yield path, kind, compression
-
-
-def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: str, part_bytes: int) -> Iterator[Span]:
-    """Yield the spans of a file."""
-    size = path.stat().st_size
-    if kind == "parquet":
+def _divided(span: Span, cut_before: str, part_bytes: int) -> Iterator[Span]:
+    """Divide the span of a whole file. Only row groups, and plain text or jsonl in UTF-8, can be divided."""
+    if span.kind == "parquet":
         start, total = 0, 0
-        for group, group_bytes in enumerate(sizes := row_group_bytes(path), 1):
+        for group, group_bytes in enumerate(sizes := row_group_bytes(span.path), 1):
             total += group_bytes
             if total >= part_bytes or group == len(sizes):
-                yield Span(path, kind, start=start, end=group, size=total)
+                yield replace(span, start=start, end=group, size=total)
                 start, total = group, 0
-    elif compression is not None or kind == "arrow" or size <= part_bytes:
-        yield Span(path, kind, compression, size=size)
+    elif span.compression is not None or span.kind == "arrow" or span.encoding != UTF_8 or span.size <= part_bytes:
+        yield span
     else:
         cuts = [0]
-        for position in range(part_bytes, size, part_bytes):
+        for position in range(part_bytes, span.size, part_bytes):
             if position > cuts[-1]:  # else the cut from here would be the last one again
-                cuts.append(next_cut(path, kind, position, cut_before))
-        for start, end in pairwise(sorted({*cuts, size})):
-            yield Span(path, kind, None, start, end, end - start)
+                cuts.append(next_cut(span, position, cut_before))
+        for start, end in pairwise(sorted({*cuts, span.size})):
+            yield replace(span, start=start, end=end, size=end - start)
 
 
 def shakespeare(downloads: Path) -> Files:

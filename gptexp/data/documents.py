@@ -1,21 +1,22 @@
 """The documents in files: text, jsonl (plain, gzip, Zstandard), parquet and Arrow.
 
-A file of text is one document, read in pieces. In the other formats, each row is a document. The kind of a file follows
-from its first bytes and its name.
+A file of text is one document, read in pieces, or several that a line separates. In the other formats, each row is a
+document. The kind of a file follows from its first bytes and its name.
 """
 
-import codecs
 import gzip
 import json
 import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from gptexp.data import hub
+from gptexp.data.decoding import MARKS, UTF_8, Seen, decoded, is_plainly_utf_8
 from gptexp.process import pointers
 from gptexp.process.errors import ConfigError, DataError, UnavailableError, UserError, first_line
 from gptexp.process.words import shown
@@ -24,7 +25,7 @@ Kind = Literal["text", "jsonl", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 
 BLOCK_BYTES = 1 << 20  # bytes of a file that are read at once
-ROWS = 1024  # rows of parquet that are converted at once
+ROWS = 1024  # rows of parquet that are converted at once, and lines of text that are joined
 _COMPRESSED: dict[bytes, Compression] = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd",
     **{bytes([0x50 + n, 0x2A, 0x4D, 0x18]): "zstd" for n in range(16)},  # a frame to skip, as pzstd begins with
@@ -32,11 +33,9 @@ _COMPRESSED: dict[bytes, Compression] = {
 _JSONL = (".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".zstd")
 _PARQUET = b"PAR1"  # the first and the last bytes of a file
-_ARROW_FILE = b"ARROW1"  # the first bytes of a file in Arrow's file format; its stream format has none
-_FOREIGN = {
-    b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-}  # fmt: skip
-_HEAD_BYTES = 8000  # git treats a file with a NUL byte in these as binary
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of Arrow's two formats
+_FOREIGN = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip"}
+_HEAD_CHARACTERS = 8000  # a file with a NUL in these is not text; git looks at as many bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -62,6 +61,8 @@ class Span:
     path: Path
     kind: Kind
     compression: Compression | None = None
+    encoding: str = UTF_8  # of text and jsonl
+    separator: str | None = None  # the line between two documents in text; None: all of the file is one
     start: int = 0
     end: int | None = None
     size: int = 0  # bytes on the disk; for parquet, without compression
@@ -70,8 +71,11 @@ class Span:
 Part = list[Span | HubFile]  # what one worker tokenises at a time
 
 
-def kind_of(path: Path) -> tuple[Kind, Compression | None]:
-    """The format of a file, and how it is compressed. Raises `DataError`, also for formats that gptexp cannot read."""
+def span_of(path: Path, encoding: str = UTF_8, separator: str | None = None) -> Span:
+    """A file as one span. A byte-order mark takes precedence over `encoding`.
+
+    Raises `DataError`, also for formats that gptexp cannot read.
+    """
     name = path.name.lower()
     with _reading(path), path.open("rb") as file:
         head = file.read(len(pointers.FIRST_LINE))
@@ -80,16 +84,21 @@ def kind_of(path: Path) -> tuple[Kind, Compression | None]:
             file.seek(-min(len(_PARQUET), file.seek(0, 2)), 2)
             if not head.startswith(_PARQUET) or file.read() != _PARQUET:
                 raise DataError(f"{path}: not a complete parquet file; copy it again")
-            return "parquet", None
-    if path.suffix == ".arrow":
-        return "arrow", None
+            return Span(path, "parquet")
+    size = path.stat().st_size
+    if name.endswith(".arrow") or head.startswith((_ARROW_FILE, _ARROW_STREAM)):
+        return Span(path, "arrow", size=size)
     compression = next((found for magic, found in _COMPRESSED.items() if head.startswith(magic)), None)
     packed = next((suffix for suffix in _PACKED if name.endswith(suffix)), "")
     if packed and compression is None and head:
         raise DataError(f"{path}: not compressed, although its name ends in {packed}; rename it, or copy it again")
     if head.startswith(b"\x93NUMPY") or name.endswith((".bin", ".npy")):
         raise DataError(f"{path}: tokens, not text; use data=tokens data.path={shown(str(path))}")
-    return _kind_of_lines(Span(path, "text", compression), name.removesuffix(packed)), compression
+    span = Span(path, "text", compression, encoding, size=size)
+    first_block = next(_blocks(span), b"")
+    span = replace(span, encoding=_encoding_of(span, first_block))
+    kind = _kind_of_lines(span, first_block, name.removesuffix(packed))
+    return replace(span, kind=kind, separator=separator if kind == "text" else None)
 
 
 def refuse_pointer(path: Path, head: bytes) -> None:
@@ -98,35 +107,54 @@ def refuse_pointer(path: Path, head: bytes) -> None:
         raise DataError(f"{path}: {pointers.FIX}")
 
 
-def _kind_of_lines(span: Span, name: str) -> Kind:
-    """jsonl or text, as the file's name says; else jsonl if its first line is a JSON object."""
-    head = next(_blocks(span), b"")[:_HEAD_BYTES]
+def _encoding_of(span: Span, head: bytes) -> str:
+    """The encoding of a file, of which `head` is the first block: that of its byte-order mark, else the span's.
+
+    Raises `DataError` if the file is in another encoding, or not text.
+    """
     foreign = next((format for magic, format in _FOREIGN.items() if head.startswith(magic)), None)
-    if foreign or b"\0" in head:
-        what = f"{foreign} is not read" if foreign else f"not text (byte {head.index(0):,} is NUL)"
-        raise DataError(f"{span.path}: {what}; give UTF-8, plain or compressed by gzip or Zstandard")
+    if foreign is not None:
+        raise DataError(f"{span.path}: {foreign} is not read; give text, plain or compressed by gzip or Zstandard")
+    marked = next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), None)
+    if head and marked is None and span.encoding in ("utf-16", "utf-32"):
+        needed = f"has no byte-order mark; use data.encoding={span.encoding}-le or {span.encoding}-be"
+        raise DataError(f"{span.path}: {needed}")
+    if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
+        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert the file")
+    return marked or span.encoding
+
+
+def _kind_of_lines(span: Span, first_block: bytes, name: str) -> Kind:
+    """jsonl or text, as the file's name says; else jsonl if its first line is a JSON object."""
+    head = next(decoded([first_block], span.encoding, 0, Seen()), "")[:_HEAD_CHARACTERS]
+    if "\0" in head:
+        what = f"not text in {span.encoding} (character {head.index(chr(0)):,} is NUL)"
+        raise DataError(f"{span.path}: {what}; give text, or set data.encoding, such as utf-16-le")
     if name.endswith(_JSONL):
         return "jsonl"
     if name.endswith(".txt"):
         return "text"
-    first = next((line for line in _lines(_blocks(span)) if line.strip()), b"") if head.lstrip()[:1] == b"{" else b""
+    is_object = head.lstrip()[:1] == "{"
+    first = next((line for line in _lines(_decoded(span, Seen())) if line.strip()), "") if is_object else ""
     try:
         return "jsonl" if isinstance(json.loads(first), dict) else "text"
     except (ValueError, RecursionError):
-        if name.endswith(".json") and re.match(rb"\s*\[\s*\{", head):
+        if name.endswith(".json") and re.match(r"\s*\[\s*\{", head):
             raise DataError(f"{span.path}: an array of JSON objects; write one object a line (jsonl)") from None
         return "text"
 
 
-def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
-    """The first byte from `position` on at which a plain file can be cut; its size if there is none.
+def next_cut(span: Span, position: int, cut_before: str) -> int:
+    """The first byte from `position` on at which a plain file of UTF-8 can be cut; its size if there is none.
 
-    jsonl is cut between two lines. Text is cut after a visible character, in front of one of `cut_before`.
+    jsonl is cut between two lines, text after a line between two documents. If it has only one, it is cut after a
+    visible character, in front of one of `cut_before`.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if kind == "jsonl":
-            line_end = content.find(b"\n", position - 1)
-            return line_end + 1 if line_end >= 0 else len(content)
+    with span.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if span.kind == "jsonl" or span.separator is not None:
+            end = re.compile(rb"\n" if span.separator is None else rb"\n%b\r?\n" % re.escape(span.separator.encode()))
+            found = end.search(content, position - 1)
+            return found.end() if found else len(content)
         for match in re.compile(rb"\S[%b]" % cut_before.encode()).finditer(content, position - 1):
             cut = match.end() - 1
             character = content[max(0, cut - 4) : cut].decode(errors="ignore")[-1:]  # at most four bytes long
@@ -135,27 +163,82 @@ def next_cut(path: Path, kind: Kind, position: int, cut_before: str) -> int:
         return len(content)
 
 
-def documents(span: Span | HubFile, cut_before: str, column: str) -> Iterator[tuple[str, bool]]:
+def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tuple[str | Path, str, bool]]:
+    """Yield what `documents` yields for each span of a part, after the path of its file; add to `seen`.
+
+    Raises `DataError` if the share of bytes that are not text exceeds `MOST_REPLACED` in the part, or in its start of
+    two mebibytes or more.
+    """
+    for number, span in enumerate(part):
+        seen.span = seen.span if seen.replaced else number
+        for piece, first in documents(span, cut_before, column, seen):
+            if seen.read >= BLOCK_BYTES:
+                _refuse_other_encoding(part, seen)
+            seen.documents += first
+            yield span.path, piece, first
+    _refuse_other_encoding(part, seen)
+
+
+def first_replaced(part: Part, seen: Seen) -> str:
+    """The place of the first byte of a part that is not text, for people."""
+    span = part[seen.span]
+    assert isinstance(span, Span)
+    return f"{span.path}: byte {seen.byte:,} is not {span.encoding}"
+
+
+def _refuse_other_encoding(part: Part, seen: Seen) -> None:
+    if not seen.is_mostly_text:
+        raise DataError(
+            f"{first_replaced(part, seen)}, nor are {seen.replaced / seen.read:.1%} of the first {seen.read:,} bytes; "
+            "set data.encoding to that of the text, such as gbk or latin-1, or convert it to UTF-8"
+        )
+
+
+def documents(span: Span | HubFile, cut_before: str, column: str, seen: Seen) -> Iterator[tuple[str, bool]]:
     """Yield the text of `span` in pieces, each with whether it begins a document. Empty documents yield nothing.
 
-    Bytes of text that are not UTF-8 become U+FFFD, and so do halves of a surrogate pair in JSON.
-    Raises `DataError` for rows without text in `column`; it names the file, and the line or the row.
+    Bytes that are not text in the file's encoding become U+FFFD, which `seen` counts, and so do halves of a surrogate
+    pair in JSON. Raises `DataError` for rows without text in `column`; it names the file, and the line or the row.
     """
-    if isinstance(span, Span) and span.kind == "text":
-        decoded = codecs.iterdecode(_blocks(span), "utf-8", "replace")
-        for number, piece in enumerate(pieces(decoded, cut_before)):
-            yield piece, number == span.start == 0
-        return
-    for text in _rows(span, column):
-        blocks = (text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES))
+    goes_on = isinstance(span, Span) and span.kind == "text" and span.start > 0 and span.separator is None
+    for blocks in _documents(span, column, seen):
         for number, piece in enumerate(pieces(blocks, cut_before)):
-            yield piece, number == 0
+            yield piece, number == 0 and not goes_on
 
 
-def _rows(span: Span | HubFile, column: str) -> Iterator[str]:
+def _documents(span: Span | HubFile, column: str, seen: Seen) -> Iterator[Iterable[str]]:
+    """The documents of a span, each in blocks."""
+    if isinstance(span, Span) and span.kind == "text":
+        if span.separator is None:
+            yield _decoded(span, seen)
+        else:
+            yield from _between(_lines(_decoded(span, seen)), span.separator)
+        return
+    for text in _rows(span, column, seen):
+        yield (text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES))
+
+
+def _between(lines: Iterator[str], separator: str) -> Iterator[Iterable[str]]:
+    """Yield the documents between those of `lines` that are `separator`, in blocks, without the line ends beside it."""
+    for is_separator, some in groupby(lines, lambda line: line.removesuffix("\r") == separator):
+        if not is_separator:
+            yield _joined(some)
+
+
+def _joined(lines: Iterator[str]) -> Iterator[str]:
+    block = "\n".join(islice(lines, ROWS))
+    while more := list(islice(lines, ROWS)):
+        yield block
+        block = "\n" + "\n".join(more)
+    yield block.removesuffix("\r")
+
+
+def _rows(span: Span | HubFile, column: str, seen: Seen) -> Iterator[str]:
     if isinstance(span, HubFile):
         return _hub(span, column)
-    return {"jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}[span.kind](span, column)
+    if span.kind == "jsonl":
+        return _jsonl(span, column, seen)
+    return {"parquet": _parquet, "arrow": _arrow}[span.kind](span, column)
 
 
 def _hub(span: HubFile, column: str) -> Iterator[str]:
@@ -189,15 +272,18 @@ def pieces(blocks: Iterable[str], cut_before: str) -> Iterator[str]:
 
 
 def _blocks(span: Span) -> Iterator[bytes]:
-    """The uncompressed bytes of a span of text or jsonl, without a byte-order mark."""
+    """The uncompressed bytes of a span of text or jsonl."""
     left = span.end - span.start if span.end is not None else None
-    is_first = span.start == 0
     with _reading(span.path), _open(span) as file:
         if span.start:
             file.seek(span.start)
         while block := file.read(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES)):
-            yield block.removeprefix(codecs.BOM_UTF8) if is_first else block
-            left, is_first = None if left is None else left - len(block), False
+            yield block
+            left = None if left is None else left - len(block)
+
+
+def _decoded(span: Span, seen: Seen) -> Iterator[str]:
+    return decoded(_blocks(span), span.encoding, span.start, seen)
 
 
 def _open(span: Span) -> IO[bytes] | gzip.GzipFile:
@@ -209,30 +295,31 @@ def _open(span: Span) -> IO[bytes] | gzip.GzipFile:
     return span.path.open("rb")
 
 
-def _jsonl(span: Span, column: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(_blocks(span)), 1):
+def _jsonl(span: Span, column: str, seen: Seen) -> Iterator[str]:
+    for number, line in enumerate(_lines(_decoded(span, seen)), 1):
         yield _text_of_line(line, span, number, column)
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []  # the start of a line that ends in a later block
+def _lines(blocks: Iterator[str]) -> Iterator[str]:
+    rest: list[str] = []  # the start of a line that ends in a later block
     for block in blocks:
-        first, *others = block.split(b"\n")
+        first, *others = block.split("\n")
         rest.append(first)
         if others:
-            yield b"".join(rest)
+            yield "".join(rest)
             yield from others[:-1]
             rest = others[-1:]
-    yield b"".join(rest)
+    yield "".join(rest)
 
 
-def _text_of_line(line: bytes, span: Span, number: int, column: str) -> str:
+def _text_of_line(line: str, span: Span, number: int, column: str) -> str:
     if not line.strip():
         return ""
     try:
-        row = json.loads(line)
+        row = json.loads(line.removeprefix("\ufeff"))  # files with a mark, one after the other
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{_line(span, number)}: not JSON ({first_line(error)}); correct the line") from None
+        fix = f"set data.encoding: it is not {span.encoding}" if "\ufffd" in line else "correct the line"
+        raise DataError(f"{_line(span, number)}: not JSON ({first_line(error)}); {fix}") from None
     if not isinstance(row, dict):
         raise DataError(f"{_line(span, number)}: {shown(row)} is not a JSON object; correct the line")
     return _text(row, column, lambda: _line(span, number))

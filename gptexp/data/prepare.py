@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gptexp.config.paths import is_file, path_list
 from gptexp.config.schema import DataConfig
@@ -15,7 +16,7 @@ from gptexp.config.vocabulary import CHARS, VOCAB_SIZES
 from gptexp.data import corpora, references
 from gptexp.data.cache import build_once, cache_dir, downloads_dir, label, lock, removed_if_refused, write_tokenizer
 from gptexp.data.characters import CharTokenizer
-from gptexp.data.documents import Part
+from gptexp.data.documents import Part, first_replaced
 from gptexp.data.mix import mix_dir, most_of, write_mix
 from gptexp.data.progress import progress
 from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors
@@ -66,7 +67,7 @@ def _mixed(data: DataConfig) -> Path:
 def validation_corpus(data: DataConfig, train: Path) -> tuple[corpora.Corpus, DataConfig]:
     """The corpus `data.val_path`, and the config with the tokenizer of the training tokens in `train`."""
     own = train / TOKENIZER
-    return corpora.text(path_list(data.val_path)), replace(data, tokenizer=str(own)) if is_file(own) else data
+    return _text(data.val_path, data), replace(data, tokenizer=str(own)) if is_file(own) else data
 
 
 def count_ids(data: DataConfig) -> int | None:
@@ -106,7 +107,11 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
             return corpora.shakespeare(downloads)
     if data.name == "hf":
         return corpora.HubCorpus(data.path, data.subset, data.split, data.max_tokens)
-    return corpora.text(path_list(data.path))
+    return _text(data.path, data)
+
+
+def _text(path: Any, data: DataConfig) -> corpora.Files:
+    return corpora.text(path_list(path), data.encoding, data.separator)
 
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
@@ -127,12 +132,22 @@ def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
 def tokens_of(corpus: corpora.Corpus, data: DataConfig, directory: Path, folder: Path) -> Iterator[tuple[Tokens, int]]:
     """Tokenise `corpus` as `tokenise` does, with the tokenizer.json in `directory` if there is one; show the progress.
 
-    `folder` is for the files of the parts.
+    `folder` is for the files of the parts. In the end, prints what in the text is probably not meant as it is.
     """
     encoder = Encoder(data.tokenizer, directory, data.text_column, corpus.max_tokens)
-    parts = corpora.parts(corpus, load_tokenizer(data.tokenizer, directory).cut_before, PART_BYTES)
+    tokenizer = load_tokenizer(data.tokenizer, directory)
+    parts = corpora.parts(corpus, tokenizer.cut_before, PART_BYTES)
     with progress(corpus.name, parts) as advance:
-        yield from tokenise(parts, encoder, folder, _workers(data, corpus, parts), advance)
+        seen = yield from tokenise(parts, encoder, folder, _workers(data, corpus, parts), advance)
+    if replaced := sum(one.replaced for one in seen):
+        first = next(first_replaced(part, one) for part, one in zip(parts, seen, strict=False) if one.replaced)
+        print(f"{first}; {counted(replaced, 'such byte')} became U+FFFD; see data.encoding", file=sys.stderr)
+    if end_lines := sum(one.end_lines for one in seen):
+        print(
+            f"{corpus.place}: {counted(end_lines, 'line')} with {tokenizer.eot_text} alone became ordinary tokens; "
+            f"data.separator='{tokenizer.eot_text}' splits plain text there",
+            file=sys.stderr,
+        )
 
 
 def _workers(data: DataConfig, corpus: corpora.Corpus, parts: Sequence[Part]) -> int:

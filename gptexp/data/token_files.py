@@ -24,6 +24,7 @@ from pickle import Unpickler, UnpicklingError
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from gptexp.config.paths import matching_files
 from gptexp.data.documents import refuse_pointer
@@ -194,14 +195,35 @@ def _megatron(path: Path, _head: bytes, size: int, _asked: str | None) -> Layout
         raise DataError(f"{broken} (magic {magic!r}, version {version}); copy it again")
     if code not in _INDEX_ID_BYTES:
         raise DataError(f"{index}: type {code} of the ids is neither 8 (16 bits) nor 4 (32 bits)")
+    if len(content) == _INDEX.size + 13 * sequences + 8 * documents:
+        raise DataError(f"{index}: of a multimodal data set, in which each sequence has a mode; give one of text alone")
     if len(content) != _INDEX.size + 12 * sequences + 8 * documents:
         raise DataError(f"{broken} ({counted(len(content), 'byte')} for {sequences:,} sequences); copy it again")
     id_bytes = _INDEX_ID_BYTES[code]
     lengths = np.frombuffer(content, "<i4", sequences, _INDEX.size).astype(np.int64)
     starts = np.frombuffer(content, "<i8", sequences, _INDEX.size + 4 * sequences)
-    if not np.array_equal(starts, id_bytes * (np.cumsum(lengths) - lengths)):
+    if (lengths < 0).any() or not np.array_equal(starts, id_bytes * (np.cumsum(lengths) - lengths)):
         raise DataError(f"{index}: the sequences do not follow one another in {path.name}; write it again in order")
-    return 0, int(lengths.sum()), id_bytes
+    tokens = int(lengths.sum())
+    if (size - id_bytes * tokens) % id_bytes == 0 and (missing := size // id_bytes - tokens) > 0:
+        ends = np.frombuffer(content, "<i8", documents, _INDEX.size + 12 * sequences)
+        tokens += _count_left_out_ends(path, np.dtype(f"<u{id_bytes}"), lengths, ends, missing)
+    return 0, tokens, id_bytes
+
+
+def _count_left_out_ends(
+    path: Path, dtype: np.dtype[Any], lengths: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], missing: int
+) -> int:
+    """`missing`, if the index leaves out an id that each document of `path` ends with; else 0.
+
+    So Megatron-LM's preprocess_data.py --append-eod wrote files until August 2023. `ends` are the numbers of sequences
+    before each document, and all of them.
+    """
+    ends = np.unique(ends[ends > 0])
+    if len(ends) != missing or ends[-1] > len(lengths):
+        return 0
+    ids = np.memmap(path, dtype, "r")[np.cumsum(lengths)[ends - 1] + np.arange(missing)]
+    return missing if (ids == ids[0]).all() else 0
 
 
 def _raw(path: Path, head: bytes, size: int, asked: str | None) -> Layout:

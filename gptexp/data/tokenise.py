@@ -10,14 +10,15 @@ Memory: a worker holds about a megabyte of text and its ids, or one row, or one 
 
 import hashlib
 import os
+import re
 import signal
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import islice, repeat
 from multiprocessing import get_context
@@ -27,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from gptexp.data.characters import CharTokenizer, characters_of
-from gptexp.data.documents import Part, documents
+from gptexp.data.decoding import Seen
+from gptexp.data.documents import Part, texts
 from gptexp.data.shards import Tokens, data_errors, id_dtype
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.process.errors import DataError, UnavailableError
@@ -35,7 +37,7 @@ from gptexp.process.signals import die_with_parent
 from gptexp.storage.run_dir import atomic
 
 READ_IDS = 1 << 22  # ids of a part that are joined at once
-_HEAD = struct.Struct("<Q")  # head of a part's file: number of documents that begin in it; the ids follow
+_HEAD = struct.Struct(f"<{len(fields(Seen))}Q")  # head of a part's file: what was seen in it; the ids follow
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class Encoder:
 
 def tokenise(
     parts: Sequence[Part], encoder: Encoder, folder: Path, workers: int, advance: Callable[[int, int], None]
-) -> Iterator[tuple[Tokens, int]]:
+) -> Generator[tuple[Tokens, int], None, list[Seen]]:
     """Yield the ids of the parts in their order, with the end of a text between documents, while later parts are
     tokenised. The first ids of a part come with the number of documents that begin in it, others with 0. The last part
-    is the one that exceeds `encoder.max_tokens`; workers that have begun later parts are killed.
+    is the one that exceeds `encoder.max_tokens`; workers that have begun later parts are killed. Returns what was seen
+    in each part.
 
     Each part has a file in `folder`; parts whose file exists are not tokenised again. `advance` is called with the
     number of each part whose ids have been yielded, and with its tokens, or 0 if its file existed at the start.
@@ -62,13 +65,14 @@ def tokenise(
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     dtype = np.dtype(id_dtype(tokenizer.n_vocab))
     unneeded = tokenizer.eot_token is not None  # the end of a text before the first document
-    files, yielded = _files(folder, parts), 0
+    files, yielded, seen = _files(folder, parts), 0, list[Seen]()
     there = {file for file in files if file.exists()}
     window = workers if encoder.max_tokens is not None else len(parts)
     with _mapping(workers, window) as run:
         for number, _ in enumerate(run(_tokenise_part, parts, repeat(encoder), files)):
             with files[number].open("rb") as file:
-                begun = _HEAD.unpack(file.read(_HEAD.size))[0]
+                seen.append(Seen(*_HEAD.unpack(file.read(_HEAD.size))))
+                begun = seen[-1].documents
                 while len(ids := np.fromfile(file, dtype, READ_IDS)):
                     yield ids[1:] if unneeded else ids, begun
                     unneeded, begun = False, 0
@@ -76,7 +80,8 @@ def tokenise(
                 advance(number, 0 if files[number] in there else tokens)
             yielded += tokens
             if encoder.max_tokens is not None and yielded > encoder.max_tokens:
-                return
+                break
+    return seen
 
 
 def characters(parts: Sequence[Part], column: str, workers: int) -> str:
@@ -133,20 +138,26 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
     tokenizer = load_tokenizer(encoder.tokenizer, encoder.directory)
     end = [] if tokenizer.eot_token is None else [tokenizer.eot_token]
     between = np.array(end, id_dtype(tokenizer.n_vocab)).tobytes()
-    texts = ((span.path, *found) for span in part for found in documents(span, tokenizer.cut_before, encoder.column))
-    begun = tokens = 0
+    seen, tokens = Seen(), 0
     with data_errors(target), atomic(target, "wb") as file:
-        file.write(_HEAD.pack(0))
-        for path, text, first in texts:
+        file.write(bytes(_HEAD.size))
+        for path, text, first in texts(part, tokenizer.cut_before, encoder.column, seen):
             ids = _ids(tokenizer, text, path)
             file.write(between if first else b"")
             file.write(ids.data)
-            begun += first
+            seen.end_lines += _count_lines(text, tokenizer.eot_text)
             tokens += len(ids) + first * len(end)
             if encoder.max_tokens is not None and tokens > encoder.max_tokens:
                 break
         file.seek(0)
-        file.write(_HEAD.pack(begun))
+        file.write(_HEAD.pack(*astuple(seen)))
+
+
+def _count_lines(text: str, wanted: str | None) -> int:
+    """How many lines of a text, or of a piece of one, are `wanted`. Pieces end in front of white space."""
+    if wanted is None or wanted not in text:
+        return 0
+    return len(re.findall(rf"^{re.escape(wanted)}\r?$", text, re.MULTILINE))
 
 
 def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:
@@ -157,10 +168,10 @@ def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:
 
 
 def _characters_of_part(part: Part, column: str) -> str:
-    return characters_of(text for span in part for text, _ in documents(span, CharTokenizer.cut_before, column))
+    return characters_of(text for _, text, _ in texts(part, CharTokenizer.cut_before, column, Seen()))
 
 
 def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:
-    """The files of the parts. If another version of gptexp divides otherwise, its parts have other names."""
-    digests = (hashlib.sha256(repr(part).encode()).hexdigest()[:8] for part in parts)
+    """The files of the parts. If another version of gptexp divides or writes otherwise, its parts have other names."""
+    digests = (hashlib.sha256(f"{_HEAD.format} {part!r}".encode()).hexdigest()[:8] for part in parts)
     return [folder / f"part-{number:06d}-{digest}.ids" for number, digest in enumerate(digests)]

@@ -17,6 +17,7 @@ from gptexp.model.parametrisation import attention_scale, output_factor, residua
 PREFIX = "transformer."
 TIED = "lm_head.weight"
 _TRANSPOSED = re.compile(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+_WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
@@ -71,11 +72,11 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_nanogpt(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of nanoGPT's model for a `GPT`, without lm_head. Raises `ValueError` if it is not tied to wte.
 
-    `torch.compile` puts `_orig_mod.` before a name.
+    Wrappers' parts of a name are left out: `_orig_mod.` of `torch.compile`, `module.` of DDP, and others of torch.
     """
     converted: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        plain = name.removeprefix("_orig_mod.").removeprefix(PREFIX)
+        plain = _WRAPPERS.sub("", name).removeprefix(PREFIX)
         if plain in converted:
             raise ValueError(f"has the weight {plain} twice, also as {name}; give another model")
         if not _MASK.fullmatch(plain):

@@ -1,5 +1,6 @@
 """Fields of config dataclasses, each with the rule that its value must satisfy."""
 
+import codecs
 import math
 import re
 from collections.abc import Callable
@@ -56,6 +57,26 @@ def directory_name(default: str | None) -> Any:
     legal = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,80}")
     rule = "must have 1 to 80 characters A-Za-z0-9._- and not only dots"
     return ruled(default, lambda v: legal.fullmatch(v) is not None, rule, "not-a-name")
+
+
+def encoding_name(default: str) -> Any:
+    """The name of one of Python's codecs for text."""
+    rule = "must be one of Python's codecs for text, such as utf-8, gbk, latin-1 or utf-16-le"
+    return ruled(default, _is_encoding, rule, "unknown-encoding")
+
+
+def one_line(default: str | None) -> Any:
+    """A line of text, without its end."""
+    return ruled(default, lambda v: v.strip() != "" and "\n" not in v, "must be one line with text", "not-a-line")
+
+
+def _is_encoding(name: str) -> bool:
+    """Whether a codec decodes bytes of any length, and reports those that it cannot decode (idna does neither)."""
+    try:
+        letter = "a".encode(name)  # refuses codecs that do not encode text, such as hex
+        return codecs.getincrementaldecoder(name)("backslashreplace").decode(letter, True) == "a"
+    except (LookupError, ValueError):
+        return False
 
 
 def _limit(value: float) -> float:

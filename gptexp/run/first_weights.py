@@ -41,7 +41,7 @@ def choose_weights(source: Source, model: ModelConfig) -> Source:
     files = find_weight_files(source.path) if source.kind == "transformers" else [source.path]
     size = sum(file.stat().st_size for file in files)
     if size < parameters:
-        what = CONFIG_JSON if source.kind == "transformers" else "model_args"
+        what = CONFIG_JSON if source.kind == "transformers" else "its config"
         raise CheckpointError(
             f"{source.path}: {what} describes {counted(parameters, 'parameter')}, and its weights are "
             f"{counted(size, 'byte')}; copy or download it again"

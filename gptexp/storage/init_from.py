@@ -1,7 +1,8 @@
 """`init_from`: where the first weights of a run come from, and the model that they are for.
 
 They come from another run, from a directory or a repository of the hub with transformers' GPT-2, or from a checkpoint
-of nanoGPT. This file checks what can be checked before torch is loaded; run/first_weights.py reads the weights.
+of nanoGPT or build-nanogpt. This file checks what can be checked before torch is loaded; run/first_weights.py reads
+the weights.
 """
 
 from dataclasses import dataclass

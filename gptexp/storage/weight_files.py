@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -57,19 +57,34 @@ def read_transformers(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
+class _GPTConfig:
+    """In place of the class of the config in a checkpoint of build-nanogpt: gets its fields, not its code."""
+
+
+_KNOWN_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (_GPTConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")
+]
+
+
 def read_nanogpt(file: Path, device: str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`model_args` and the weights in nanoGPT's ckpt.pt, which are put on `device`. Raises `CheckpointError`."""
+    """The model's arguments and the weights in a checkpoint of nanoGPT or build-nanogpt, which are put on `device`.
+
+    Raises `CheckpointError`.
+    """
     content = _unpickled(file, device)
-    if not isinstance(content, Mapping) or not isinstance(content.get("model_args"), dict):
-        raise CheckpointError(f"{file}: not a checkpoint of nanoGPT (it lacks 'model' or 'model_args')")
-    return content["model_args"], _named_tensors(file, content.get("model"))
+    found = content if isinstance(content, Mapping) else {}
+    args = vars(config) if isinstance(config := found.get("config"), _GPTConfig) else found.get("model_args")
+    if not isinstance(args, dict):
+        raise CheckpointError(f"{file}: not a checkpoint of nanoGPT (it has neither 'model_args' nor a GPTConfig)")
+    return args, _named_tensors(file, found.get("model"))
 
 
 def _unpickled(file: Path, device: str) -> Any:
     """What `torch.save` has written, with its tensors on `device`."""
     try:
         mapped = zipfile.is_zipfile(file)  # False for files that torch before 1.6 saved
-        return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+        with torch.serialization.safe_globals(_KNOWN_CLASSES):
+            return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except OSError as error:
         why = error.strerror or first_line(error)
     except UnpicklingError:

@@ -40,7 +40,7 @@ from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys, with_arguments
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
-TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "val_path")
+TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "encoding", "separator", "val_path")
 READABLE_CHARS = 80  # largest length of a directory name, without the hash
 
 

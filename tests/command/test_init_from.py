@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -117,12 +119,39 @@ def test_all_ranks_start_with_the_weights_that_rank_0_has_read(
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "", "module.", "module._orig_mod.", "_orig_mod.module."])
 def test_a_checkpoint_of_nanogpt_has_the_same_logits_here(tmp_path: Path, bias: bool, prefix: str) -> None:
     expected = nanogpt(tmp_path / "ckpt.pt", bias, prefix)
     model = of_config(str(tmp_path / "ckpt.pt")).model()
     assert model == expected.cfg
     torch.testing.assert_close(loaded(tmp_path / "ckpt.pt", model)(X), expected(X), rtol=0, atol=0)
+
+
+@dataclass
+class GPTConfig:
+    """build-nanogpt's, which its train_gpt2.py defines as the main program."""
+
+    block_size: int = 16
+    vocab_size: int = SHAPE["vocab_size"]
+    n_layer: int = SHAPE["n_layer"]
+    n_head: int = SHAPE["n_head"]
+    n_embd: int = SHAPE["n_embd"]
+
+
+@pytest.mark.parametrize("module", ["__main__", "train_gpt2"])
+def test_a_checkpoint_of_build_nanogpt_has_the_same_logits_here(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config is an object of a class, whose code is not run: here there is no such class."""
+    named = ModuleType(module)
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, module, named)
+        there.setattr(GPTConfig, "__module__", module)
+        vars(named)["GPTConfig"] = GPTConfig
+        expected = nanogpt(tmp_path / "model.pt", prefix="", config=GPTConfig(), model_args=None)
+    model = of_config(str(tmp_path / "model.pt")).model()
+    assert model == expected.cfg
+    torch.testing.assert_close(loaded(tmp_path / "model.pt", model)(X), expected(X), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["shards", "pickled", "pickled before torch 1.6", "bfloat16", "float16"])

@@ -140,6 +140,14 @@ def test_null_may_be_written_as_python_and_wandb_do() -> None:
     assert (config.optim.beta2_half_life_tokens, config.log.wandb.entity, config.train.max_steps) == (None, None, None)
 
 
+def test_how_text_is_read_may_be_set_for_a_validation_text_alone(corpus: Path) -> None:
+    """A separator is given without quotes of Hydra's."""
+    keys = {"text_column": "body", "encoding": "gbk", "separator": "<|endoftext|>"}
+    config = compose([f"data.val_path={corpus}", *(f"data.{key}={value}" for key, value in keys.items())])
+    assert config.data.name == "stdlib"
+    assert {key: getattr(config.data, key) for key in keys} == keys
+
+
 def test_two_plus_signs_set_an_existing_key() -> None:
     assert compose(["++optim.lr=2e-3"]).optim.lr == 2e-3
     typed = ["schedule=gpt3", "train.max_tokens=300e9", "++schedule.warmup_ratio=0.01"]

@@ -6,8 +6,10 @@ import gzip
 import json
 import lzma
 import random
+import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from texts import blocks, decoded, ids_of, stream_of, text_config
 
 from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
+from gptexp.data.comparison import compare
 from gptexp.data.corpora import Files, parts, text
-from gptexp.data.documents import BLOCK_BYTES, Span, documents, kind_of, pieces
+from gptexp.data.decoding import Seen
+from gptexp.data.documents import BLOCK_BYTES, Span, documents, pieces, span_of
 from gptexp.data.prepare import prepare
 from gptexp.process.errors import UserError
 
@@ -68,8 +72,8 @@ def test_a_long_document_is_read_in_pieces_in_linear_time(tmp_path: Path, name: 
     for given, pieces_at_most in ((words, 1.1 * BLOCK_BYTES), (letters, len(letters))):
         content = given if name == "a.txt" else json.dumps({"text": given})
         (tmp_path / name).write_text(content)
-        span, started = Span(tmp_path / name, *kind_of(tmp_path / name)), time.process_time()
-        found = list(documents(span, WHITE, "text"))
+        span, started = span_of(tmp_path / name), time.process_time()
+        found = list(documents(span, WHITE, "text", Seen()))
         assert time.process_time() - started < 5
         assert [first for _, first in found] == [True] + [False] * (len(found) - 1)
         assert "".join(piece for piece, _ in found) == given
@@ -88,10 +92,10 @@ def test_parts_of_any_size_have_the_ids_of_the_whole_text(tmp_path: Path) -> Non
         given = drawn(draw, 400).encode() + b"\xff\xe6\xbc " + drawn(draw, 20).encode()
         (tmp_path / "text").write_bytes(given)
         found = parts(text([str(tmp_path / "text")]), WHITE, draw.randint(1, 200))
-        texts = ["".join(piece for piece, _ in documents(span, WHITE, "")) for part in found for span in part]
+        texts = ["".join(piece for piece, _ in documents(span, WHITE, "", Seen())) for part in found for span in part]
         assert "".join(texts) == given.decode(errors="replace")
         assert [i for one in texts for i in ids_of(one)] == ids_of(given.decode(errors="replace"))
-        firsts = [first for part in found for span in part for _, first in documents(span, WHITE, "")]
+        firsts = [first for part in found for span in part for _, first in documents(span, WHITE, "", Seen())]
         assert firsts == [True] + [False] * (len(firsts) - 1)
         cuts += len(texts) - 1
     assert cuts > 200
@@ -211,7 +215,8 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "no object": ("a.jsonl", '{"text": "x"}\n[1]\n', "a.jsonl: line 2: [1] is not a JSON object"),
     "no column": ("a.jsonl", '{"body": "x"}\n', "a.jsonl: line 1: no column text, only body; set data.text_column"),
     "no text": ("a.jsonl", '{"text": null}\n', "a.jsonl: line 1: text=null is not text"),
-    "no UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: line 1: not JSON"),
+    "no UTF-8": ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: byte 10 is not utf-8"),
+    "no UTF-8 in a key": ("a.jsonl", b'{"text": "a"}\n{\xff"text": "b"}\n', "a.jsonl: line 2: not JSON"),
     "not compressed": ("a.jsonl.gz", '{"text": "x"}\n', "not compressed, although its name ends in .gz"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "a.jsonl.gz: Compressed file ended before"),
     "damaged gzip": (
@@ -229,11 +234,10 @@ BAD: dict[str, tuple[str, Any, str]] = {
         lambda path: as_parquet(path, ["a", None]),
         "text=null is not text; set data.text_column, or remove the row",
     ),
-    "xz": ("a.jsonl.xz", lzma.compress(b'{"text": "x"}\n'), "a.jsonl.xz: xz is not read; give UTF-8"),
-    "bzip2": ("a.txt.bz2", bz2.compress(b"text"), "a.txt.bz2: bzip2 is not read; give UTF-8"),
-    "zip": ("a.zip", b"PK\3\4\x14\0", "a.zip: zip is not read; give UTF-8"),
-    "UTF-16": ("a.txt", "漢字".encode("utf-16"), "a.txt: UTF-16 is not read; give UTF-8"),
-    "UTF-16 in gzip": ("a.jsonl.gz", gzip.compress('{"text": "x"}'.encode("utf-16-le")), "not text (byte 1 is NUL)"),
+    "xz": ("a.jsonl.xz", lzma.compress(b'{"text": "x"}\n'), "a.jsonl.xz: xz is not read; give text"),
+    "bzip2": ("a.txt.bz2", bz2.compress(b"text"), "a.txt.bz2: bzip2 is not read; give text"),
+    "zip": ("a.zip", b"PK\3\4\x14\0", "a.zip: zip is not read; give text"),
+    "UTF-16 in gzip": ("a.jsonl.gz", gzip.compress('{"text": "x"}'.encode("utf-16-le")), "not text in utf-8"),
     "an array": (
         "a.json",
         '[\n {"text": "x"},\n {"text": "y"}]',
@@ -292,12 +296,13 @@ def test_a_file_is_jsonl_if_its_name_or_its_first_line_says_so(
     for given in (content, content.replace("x", "x" * 3 * BLOCK_BYTES)):
         path = tmp_path / (f"{name}.gz" if packed else name)
         path.write_bytes(gzip.compress(given.encode(), 1) if packed else given.encode())
-        assert kind_of(path) == (kind, "gzip" if packed else None)
+        span = span_of(path)
+        assert (span.kind, span.compression) == (kind, "gzip" if packed else None)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "été".encode())
-    assert list(documents(Span(tmp_path / "a.txt", "text"), WHITE, "text")) == [("été", True)]
+    assert list(documents(Span(tmp_path / "a.txt", "text"), WHITE, "text", Seen())) == [("été", True)]
     data = text_config(tmp_path / "a.txt", tokenizer="chars", cache_dir=str(tmp_path / "cache"), val_tokens=0)
     assert json.loads((prepare(data)[0] / "tokenizer.json").read_text())["characters"] == "té"
 
@@ -305,7 +310,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_halves_of_a_character_in_jsonl_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"text": "a \ud83d\ude42 b \ud800 c \udfff\ud800"}')
     span = Span(tmp_path / "a.jsonl", "jsonl")
-    assert list(documents(span, WHITE, "text")) == [("a 🙂 b \ufffd c \ufffd\ufffd", True)]
+    assert list(documents(span, WHITE, "text", Seen())) == [("a 🙂 b \ufffd c \ufffd\ufffd", True)]
 
 
 def as_plain_parquet(path: Path, texts: list[str]) -> None:
@@ -345,7 +350,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, name: str, write: Cal
         try:
             for part in parts(Files("text", [path]), WHITE, 10_000):
                 for span in part:
-                    assert all(isinstance(piece, str) for piece, _ in documents(span, WHITE, "text"))
+                    assert all(isinstance(piece, str) for piece, _ in documents(span, WHITE, "text", Seen()))
         except UserError as error:
             refused.append(str(error))
     assert len(refused) > 20
@@ -357,3 +362,169 @@ def test_two_formats_in_one_path_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("x")
     with pytest.raises(UserError, match=r"b.txt: text, but .*a.jsonl is jsonl; give files of one format"):
         prepare(text_config(tmp_path / "a.jsonl", tmp_path / "b.txt"))
+
+
+# --- encodings and lines between documents ---------------------------------------------------------------------------
+
+FEW_WORDS = "漢字 and ключ, naïve words.\n"
+ENCODINGS = {
+    "gbk": "汉字 words\n",
+    "latin-1": "été naïf\n",
+    "utf-16-le": FEW_WORDS,
+    "utf-16-be": FEW_WORDS,
+    "koi8-r": "ключ\n",
+}
+PACKED: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_file_is_read_in_the_encoding_of_the_config(tmp_path: Path, encoding: str, name: str, packed: str) -> None:
+    text = ENCODINGS[encoding] * 300
+    content = text if name == "a.txt" else "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for _ in "ab")
+    (tmp_path / f"{name}{packed}").write_bytes(PACKED[packed](content.encode(encoding)))
+    data = text_config(tmp_path / f"{name}{packed}", cache_dir=str(tmp_path / "cache"))
+    ids = ids_of(text) if name == "a.txt" else [*ids_of(text), END_OF_TEXT, *ids_of(text)]
+    with pytest.raises(UserError, match=r"is not utf-8|not text in utf-8") as refused:
+        prepare(data)
+    assert "set data.encoding" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert stream_of(prepare(replace(data, encoding=encoding))[0]) == ids
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "part-0"])
+@pytest.mark.parametrize("given", ["utf-8", "gbk"])
+def test_a_byte_order_mark_says_the_encoding(tmp_path: Path, encoding: str, name: str, given: str) -> None:
+    content = FEW_WORDS if name == "a.txt" else json.dumps({"text": FEW_WORDS}, ensure_ascii=False)
+    (tmp_path / name).write_bytes(content.encode(encoding))
+    data = text_config(tmp_path / name, cache_dir=str(tmp_path / "cache"), encoding=given)
+    assert stream_of(prepare(data)[0]) == ids_of(FEW_WORDS)
+
+
+def test_the_encoding_is_part_of_the_key_only_if_it_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    keys = [
+        text([str(tmp_path / "a.txt")], *how).key for how in ((), ("utf8",), ("UTF_8", None), ("gbk",), ("utf-8", "-"))
+    ]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys)) == 3
+
+
+def test_a_few_bytes_that_are_not_text_are_counted_with_the_place_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the second of two files, in several parts, and again when they are read to be compared."""
+    good = b"some words of a text\n" * 100
+    (tmp_path / "a.txt").write_bytes(good)
+    (tmp_path / "b.txt").write_bytes(good * 5 + b"\xff\xe6\xbc " + good * 5 + b"\xe9 ")
+    monkeypatch.setattr(preparation, "PART_BYTES", 6000)
+    data = DataConfig(name="text", path=f"{tmp_path}/*.txt", workers=1, cache_dir=str(tmp_path / "cache"))
+    directory, _ = prepare(data)
+    expected = [*ids_of(good.decode()), END_OF_TEXT, *ids_of((tmp_path / "b.txt").read_text(errors="replace"))]
+    assert stream_of(directory) == expected
+    line = f"{tmp_path / 'b.txt'}: byte {5 * len(good):,} is not utf-8; 4 such bytes became U+FFFD"
+    assert capfd.readouterr().err.count(line) == 1
+    compare(data)
+    assert capfd.readouterr().err.count(line) == 1
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "chars"])
+@pytest.mark.parametrize(
+    ("wrong", "size", "is_refused"), [(9, 10_000, False), (11, 10_000, True), (3000, 3 << 20, True)]
+)
+def test_many_bytes_that_are_not_text_are_refused(
+    tmp_path: Path, tokenizer: str, wrong: int, size: int, is_refused: bool
+) -> None:
+    """By their share in all files of a part, so that a small file may have one; or in its first two MiB, at once."""
+    (tmp_path / "a.txt").write_bytes(b"\xe9 " * wrong)
+    (tmp_path / "b.txt").write_bytes((b"some words of a text\n" * (size // 20))[: size - 2 * wrong])
+    cache = str(tmp_path / "cache")
+    data = DataConfig(name="text", path=f"{tmp_path}/*.txt", workers=1, cache_dir=cache, tokenizer=tokenizer)
+    if is_refused:
+        with pytest.raises(UserError, match=r"a.txt: byte 0 is not utf-8") as refused:
+            prepare(data)
+        assert "set data.encoding" in str(refused.value)
+        assert not list((tmp_path / "cache").glob("*/"))
+    else:
+        assert prepare(data)
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "latin-1", "cp1252"])
+def test_utf_8_is_not_read_in_another_encoding(tmp_path: Path, encoding: str) -> None:
+    """For example by `gptexp evaluate RUN --data FILE`, whose run was trained on text in that encoding."""
+    (tmp_path / "a.txt").write_text("汉字测试 " * 50)
+    with pytest.raises(UserError, match=f"is UTF-8, not {codecs.lookup(encoding).name}"):
+        prepare(text_config(tmp_path / "a.txt", encoding=encoding, cache_dir=str(tmp_path / "cache")))
+    (tmp_path / "b.txt").write_bytes(("汉字测试 " * 50).encode("gbk"))
+    assert prepare(text_config(tmp_path / "b.txt", encoding="gbk", cache_dir=str(tmp_path / "cache")))
+
+
+def test_utf_16_without_a_mark_must_say_its_byte_order(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("words".encode("utf-16-be"))
+    with pytest.raises(UserError, match=r"no byte-order mark; use data.encoding=utf-16-le or utf-16-be"):
+        prepare(text_config(tmp_path / "a.txt", encoding="utf_16", cache_dir=str(tmp_path / "cache")))
+
+
+LINE = "<|endoftext|>"
+
+
+def split_by_hand(text: str) -> list[str]:
+    """The documents between the lines `LINE`, an independent way."""
+    found = re.split(rf"(?:\A|(?<=\n)){re.escape(LINE)}(?:\r?\n|\Z)", text)
+    return [re.sub(r"\r?\n\Z", "", one) for one in found[:-1]] + found[-1:]
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("part_bytes", [50, 1 << 24])
+def test_a_line_separates_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str, end: str, part_bytes: int
+) -> None:
+    """In parts of any size, with empty documents, and lines that only contain the separator."""
+    monkeypatch.setattr(preparation, "PART_BYTES", part_bytes)
+    monkeypatch.setattr("gptexp.data.documents.ROWS", 3)
+    draw, documents = random.Random(2), 0
+    for number in range(15):
+        lines = draw.choices([LINE, "some words", "", f" {LINE}", f"{LINE}.", "x " * 30], k=draw.randint(1, 60))
+        content = end.join(lines)
+        path = tmp_path / f"{number}.txt{packed}"
+        path.write_bytes(PACKED[packed](content.encode()))
+        wanted = [one for one in split_by_hand(content) if one]
+        if not wanted:
+            continue
+        data = text_config(path, separator=LINE, workers=1, cache_dir=str(tmp_path / "cache"))
+        directory, _ = prepare(data)
+        assert stream_of(directory) == [i for one in wanted for i in (END_OF_TEXT, *ids_of(one))][1:]
+        assert json.loads((directory / "manifest.json").read_text())["documents"] == len(wanted)
+        documents += len(wanted)
+    assert documents > 60
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "chars"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_lines_with_the_end_of_a_text_that_do_not_end_it_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tokenizer: str, name: str
+) -> None:
+    monkeypatch.setattr(preparation, "PART_BYTES", 100)
+    story = f"words of a story.\n{LINE}\n"
+    (tmp_path / name).write_text(story * 130 if name == "a.txt" else json.dumps({"text": story}))
+    number = "130 lines" if name == "a.txt" else "1 line"
+    data = text_config(tmp_path / name, workers=1, tokenizer=tokenizer, cache_dir=str(tmp_path / "cache"))
+    prepare(data)
+    err = capfd.readouterr().err
+    assert f"{tmp_path / name}: {number} with {LINE} alone" in err
+    assert f"data.separator='{LINE}'" in err
+    if name == "a.txt":
+        prepare(replace(data, separator=LINE))
+        assert "alone" not in capfd.readouterr().err
+
+
+def test_a_text_without_the_separator_is_read_in_pieces(tmp_path: Path) -> None:
+    """So that a wrong separator does not put a whole compressed file into memory."""
+    given = "some words\n" * 600_000
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(given.encode(), 1))
+    found = [piece for piece, _ in documents(span_of(tmp_path / "a.txt.gz", separator=LINE), WHITE, "text", Seen())]
+    assert "".join(found) == given
+    assert max(map(len, found)) < BLOCK_BYTES

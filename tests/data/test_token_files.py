@@ -250,6 +250,47 @@ def test_ids_of_16_bits_are_refused_beside_a_tokenizer_of_more(folder: Path, key
         prepare(config(folder, tokenizer=str(folder / "tokenizer.json"), **keys))
 
 
+def without_ends(path: Path, code: int, sentences: int) -> list[int]:
+    """Write what Megatron-LM's preprocess_data.py --append-eod wrote until commit 788af6f7, and return the ids.
+
+    Its `lengths` leave out the end of each document. Documents have 0 to `sentences` sentences.
+    """
+    draw, ids, lengths, ends = random.Random(code), list[int](), list[int](), [0]
+    for _ in range(50):
+        for _ in range(draw.randint(min(1, sentences - 1), sentences)):
+            lengths.append(draw.randint(1, 700))
+            ids += draw.choices(IDS[:-1], k=lengths[-1])
+        if len(lengths) > ends[-1]:
+            ids.append(END_OF_TEXT)
+        ends.append(len(lengths))
+    raw(path, ids, {8: "<u2", 4: "<i4"}[code])
+    starts = np.cumsum([0, *lengths[:-1]]) * (2 if code == 8 else 4)
+    path.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(ends)) + np.array(lengths, "<i4").tobytes()
+        + np.array(starts, "<i8").tobytes() + np.array(ends, "<i8").tobytes()
+    )  # fmt: skip
+    return ids
+
+
+@pytest.mark.parametrize("code", [8, 4])
+@pytest.mark.parametrize("sentences", [1, 3])
+def test_an_index_that_leaves_out_the_ends_is_read(folder: Path, code: int, sentences: int) -> None:
+    path = folder / "text.bin"
+    ids = without_ends(path, code, sentences)
+    assert stream_of(prepare(config(folder))[0]) == ids
+    for damaged in (ids[:-1], [*ids, 5], [*ids[:-1], 5]):  # not as many more as there are documents; no end at an end
+        raw(path, damaged, {8: "<u2", 4: "<i4"}[code])
+        assert "text.bin" in str(refusal(config(folder)))
+
+
+def test_the_index_of_a_multimodal_data_set_is_refused_as_such(folder: Path) -> None:
+    megatron(folder / "text.bin", IDS)
+    index = folder / "text.idx"
+    sequences = len(IDS) // 1000 + 1
+    index.write_bytes(index.read_bytes() + bytes(sequences))
+    assert "multimodal" in str(refusal(config(folder)))
+
+
 def test_files_of_two_kinds_are_refused(folder: Path) -> None:
     raw(folder / "train.bin", IDS)
     llmc(folder / "llm_train_000001.bin", IDS)

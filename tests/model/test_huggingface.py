@@ -8,7 +8,7 @@ import torch
 from gptexp.config.schema import ModelConfig
 from gptexp.config.transformers_json import config_json, read_config_json
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import from_transformers, to_transformers
+from gptexp.model.huggingface import from_nanogpt, from_transformers, to_transformers
 from gptexp.process.errors import ConfigError
 
 N_VOCAB = 90  # the rest of the 128 rows is padding
@@ -94,3 +94,16 @@ def test_both_names_of_the_approximation_by_tanh_are_read(name: str) -> None:
 
 def test_the_defaults_of_transformers_are_gpt2s() -> None:
     assert read_config_json({"model_type": "gpt2"}) == ModelConfig(vocab_size=50257)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module._orig_mod.transformer.h.0.ln_1.weight",
+        "_orig_mod.module.h.0.ln_1.weight",
+        "transformer._orig_mod.h.0.ln_1.weight",
+        "_fsdp_wrapped_module.transformer.h.0._checkpoint_wrapped_module.ln_1.weight",
+    ],
+)
+def test_the_names_of_wrappers_are_left_out(name: str) -> None:
+    assert from_nanogpt({name: torch.ones(1)}).keys() == {"h.0.ln_1.weight"}
