@@ -24,7 +24,7 @@ from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
-DATE = re.compile(r"\d{4}-\d\d-\d\d")  # name of the folder of a day's runs
+GROUP = re.compile(r"\d{4}-\d\d-\d\d|wandb-.+")  # name of the folder of a day's runs, or of a wandb sweep's trials
 CELL = re.compile(r"(.*-)?[0-9a-f]{8}")
 _TEMPORARY = r"[a-z0-9_]{8}"  # end of a temporary file's name; a killed process leaves such files
 _CHECKPOINT = r"checkpoints/(\.tmp-|\.del-|rejected-\d+-)?step-\d{8,}(-\d+)?"
@@ -115,7 +115,7 @@ def _has_locked_cell(directory: Path) -> bool:
 def starting_from(directory: Path) -> list[Path]:
     """The runs beside `directory` that start from its weights or branch from it, and have no checkpoint yet."""
     outputs = directory.parent
-    if DATE.fullmatch(outputs.name) or is_sweep(outputs):
+    if GROUP.fullmatch(outputs.name) or is_sweep(outputs):
         outputs = outputs.parent
     dependents = []
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
@@ -146,7 +146,7 @@ def remove(directory: Path) -> None:
         rest = as_command(["rm", "--unneeded-checkpoints", str(directory.parent)])
         with run_dir.storage_errors(f"{directory}: partly removed; `{rest}` removes the rest, {hidden}"):
             remove_files(hidden)
-    if DATE.fullmatch(directory.parent.name):
+    if GROUP.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
             directory.parent.rmdir()
 

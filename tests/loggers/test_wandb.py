@@ -689,6 +689,27 @@ def test_an_agent_of_a_wandb_sweep_trains_its_trials(
         assert run.config["batch"]["value"]["total_batch_size"] == 256
 
 
+@pytest.mark.e2e
+def test_a_preempted_trial_goes_on_from_its_checkpoint(start: Start, logged: list[str], tmp_path: Path) -> None:
+    """wandb starts a preempted trial again with the same ids. Another trial of its sweep has another directory."""
+    ids = {"WANDB_SWEEP_ID": "a/sweep", "WANDB_RUN_ID": "trial"}
+    trial = ["train", *logged, "train.max_steps=200", "train.save_every=20", "log.wandb.mode=offline"]
+    training = start(*trial, env={**os.environ, **ids})
+    wait_for(lambda: len(list(tmp_path.glob("outputs/*/*/checkpoints/step-*"))) >= 2, training)
+    training.kill()
+    training.wait()
+    code, out, err = ended(start(*trial, env={**os.environ, **ids}))
+    assert code == 0, err
+    assert "resuming" in out
+    [directory] = tmp_path.glob("outputs/*/*")
+    assert run_id(directory) == "trial"
+    assert [event["step"] for event in events(directory, "step")] == list(range(200))
+    other = start(*trial, "train.max_steps=2", env={**os.environ, **ids, "WANDB_RUN_ID": "other"})
+    assert ended(other)[0] == 0
+    assert len(list(tmp_path.glob("outputs/*/*"))) == 2
+    assert summary(directory)["steps"] == 200
+
+
 def test_the_sweep_file_names_keys_and_metrics_that_exist() -> None:
     sweep = yaml.safe_load((ROOT / "conf/wandb_sweep.yaml").read_text())
     keys = {key for key, _, _ in fields_of(from_dict({}))}
