@@ -113,7 +113,7 @@ class CellSweeper(Sweeper):
             self.launcher.close()
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
-            lock.close()  # before the report, which says whether a command still runs it
+            lock.release()  # before the report, which says whether a command still runs it
             _report(self.directory, cells[0].config.log)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
