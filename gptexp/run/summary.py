@@ -172,7 +172,7 @@ class Summary:
             "mfu": self._utilisation.to_dict(),
         }
         try:
-            run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+            run_dir.write_summary(self._directory, summary)
         except StorageError as error:
             warn(str(error))
         return summary

@@ -66,6 +66,7 @@ SWEEP_LOCK = ".lock-sweep"
 IN_USE = "another process uses it; wait until it ends, or use a new directory"
 LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
 COMMANDS_LOCK = ".lock-commands"
+ROOM = 1024  # spaces at the end of summary.json, for longer values
 LOCK_TIMEOUT_S = 2.0  # above 0, because `is_locked` in another process holds a lock for a moment
 
 
@@ -137,7 +138,29 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(finite(value), indent=1) + "\n")
+    write_atomically(path, _as_json(value))
+
+
+def write_summary(directory: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json. On a full disk it is written in place: each version ends with spaces, and leaves room.
+
+    Raises `StorageError`.
+    """
+    path, text = directory / SUMMARY, _as_json(summary)
+    try:
+        write_atomically(path, text.rstrip() + " " * ROOM + "\n")
+    except StorageError:
+        with suppress(OSError), path.open("r+b") as file:
+            room = os.fstat(file.fileno()).st_size - len(text.encode())
+            if room >= 0:
+                file.write(text.rstrip().encode() + b" " * room + b"\n")
+                os.fsync(file.fileno())
+                return
+        raise
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    return json.dumps(finite(value), indent=1) + "\n"
 
 
 def finite(value: Any) -> Any:
@@ -289,7 +312,7 @@ def mark_interrupted(directory: Path) -> bool:
     """
     with suppress(ConfigError, StorageError):  # a damaged file stays as it is
         if (directory / CONFIG).exists() and status(directory) not in (*DONE, "interrupted"):
-            write_json(directory / SUMMARY, {**read_json(directory / SUMMARY), "status": "interrupted"})
+            write_summary(directory, {**read_json(directory / SUMMARY), "status": "interrupted"})
             return True
     return False
 

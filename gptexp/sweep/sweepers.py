@@ -408,7 +408,7 @@ def _summary(cell: Cell) -> dict[str, Any]:
 def _outcome(cell: Cell) -> str:
     summary = _summary(cell)
     loss = summary.get("final_val_loss")
-    status = summary.get("status", "failed" if cell.directory.exists() else "not started")
+    status = run_dir.present_status(cell.directory, summary) if cell.directory.exists() else "not started"
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 
