@@ -9,7 +9,6 @@ as data only.
 """
 
 import os
-import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -20,7 +19,6 @@ import hydra
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -37,7 +35,7 @@ from gptexp.config.compose import (
     to_config,
 )
 from gptexp.config.fitted import fitted_warnings
-from gptexp.config.overrides import canonical, override_problems
+from gptexp.config.overrides import canonical, override_problems, quoted
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, options, why_not_creatable
 from gptexp.config.schema import Config
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
@@ -110,9 +108,9 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
         _usage_error(str(error))
     short_forms = []
     if short.tag is not None:
-        short_forms.append(("--tag", "log.tags", f"[{','.join(map(_quoted, short.tag))}]"))
+        short_forms.append(("--tag", "log.tags", f"[{','.join(map(quoted, short.tag))}]"))
     if short.note is not None:
-        short_forms.append(("--note", "log.note", _quoted(short.note)))
+        short_forms.append(("--note", "log.note", quoted(short.note)))
     for flag, key, value in short_forms:
         if any(text.startswith(f"{key}=") for text in rest):
             rule = f"a short form of {key}=…, which is given too; leave out one of them"
@@ -127,12 +125,6 @@ def short_forms_parser() -> ArgumentParser:
     parser.add_argument("--tag", action="append")
     parser.add_argument("--note")
     return parser
-
-
-def _quoted(text: str) -> str:
-    """`text` as a value that neither Hydra nor OmegaConf changes."""
-    uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return QuotedString(uninterpolated, Quote.double).with_quotes()
 
 
 def _usage_error(message: str) -> NoReturn:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import hydra
 import yaml
@@ -47,8 +48,9 @@ from gptexp.process.words import counted, shown
 
 @cache
 def register_schema() -> None:
-    """Make the schema and the resolver of `optim=fitted` known to Hydra."""
+    """Make the schema, and the resolvers of `optim=fitted` and of a run's directory, known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
+    OmegaConf.register_new_resolver("or_trial", or_trial, replace=True)
     store = ConfigStore.instance()
     store.store(name="schema", node=Config(optim=OptimConfig()))
     for name, keys in OPTIMIZERS.items():
@@ -80,6 +82,12 @@ def hydra_engine(config_dir: str | None = None) -> Iterator[Any]:
 def power_law(tokens: int, value: float, at_tokens: float, exponent: float) -> float:
     """The value of a power law at a batch size of `tokens`. `gptexp report --write-optim` writes such laws."""
     return float(value * (tokens / at_tokens) ** exponent)
+
+
+def or_trial(name: str) -> str:
+    """The `name` of a run in outputs/; but for a trial of a wandb sweep, one that its next start has too."""
+    sweep, run = (quote(os.environ.get(variable, ""), safe="") for variable in ("WANDB_SWEEP_ID", "WANDB_RUN_ID"))
+    return f"wandb-{sweep}/run-{run}" if sweep and run else name
 
 
 def is_multirun(overrides: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, ValueType
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,6 +41,12 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
 
 Fields = dict[str, dataclasses.Field[Any]]
+
+
+def quoted(text: str) -> str:
+    """`text` as a value that neither Hydra nor OmegaConf changes."""
+    uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return QuotedString(uninterpolated, Quote.double).with_quotes()
 
 
 def canonical(overrides: Sequence[str]) -> list[str]:
@@ -102,7 +108,7 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             override = parser.parse_override(spelt)
         except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
             rule = (
-                "not a key=value override; quote a value that contains = , : { [ or spaces, inside the shell's quotes"
+                "not a key=value override; quote a value that contains = , : { [ ü or spaces, inside the shell's quotes"
             )
             problems.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue

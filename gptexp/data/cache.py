@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
 from gptexp.config.paths import is_file, user_cache_dir
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES
@@ -16,6 +14,8 @@ from gptexp.data.characters import CharTokenizer
 from gptexp.data.shards import MANIFEST, data_errors
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.process.errors import DataError, UnavailableError, UserError
+from gptexp.storage import locks
+from gptexp.storage.locks import Lock
 from gptexp.storage.run_dir import TOKENIZER
 
 
@@ -45,14 +45,14 @@ def build_once(target: Path, build: Callable[[], None]) -> None:
                 build()
 
 
-def lock(path: Path) -> FileLock:
+def lock(path: Path) -> Lock:
     """A lock on the file `path` of the cache, which is created if it is missing. Raises `DataError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
         raise DataError(f"data.cache_dir={path.parent}: cannot be written ({error.strerror}); choose another") from None
-    return FileLock(path)
+    return locks.take(path)
 
 
 @contextmanager

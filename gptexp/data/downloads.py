@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from filelock import FileLock
-
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
+from gptexp.storage import locks
 from gptexp.storage.run_dir import atomic
 
 LARGEST_BYTES = 100_000_000  # a longer answer is not read to its end
@@ -32,7 +31,7 @@ def downloaded(file: Download, folder: Path) -> Path:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / f".{file.name}.lock"):  # one rank downloads
+            with locks.take(folder / f".{file.name}.lock"):  # one rank downloads
                 if not path.exists():
                     _download(file, path)
         content = path.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 from gptexp.loggers.run_log import Sink
 from gptexp.process.errors import StorageError
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import as_command, warn
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.reader import open_text, parse_json
@@ -44,9 +44,10 @@ class JsonlSink(Sink):
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(end)  # leaves no partial line
+            again = as_command(["resume", str(self._path.parent)])
             raise StorageError(
-                f"{self._path}: cannot be written ({error.strerror}); free disk space, then continue from the "
-                f"newest checkpoint with gptexp resume {self._path.parent}"
+                f"{self._path}: cannot be written ({error.strerror}); free disk space, then continue from the newest "
+                f"checkpoint with {again}"
             ) from None
 
     def sync(self) -> None:

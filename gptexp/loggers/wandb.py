@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import secrets
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from gptexp.storage.run_dir import read_json, write_json
 INIT_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 20.0  # for remaining uploads at the end of a run; SLURM kills a job 30 s after SIGTERM
 UPLOAD_TIMEOUT_S = 600.0  # for a checkpoint, if the run was not stopped by a signal
+FLUSH_S = 0.1  # between writes of wandb's own file; with its default of 15, a killed run loses rows of saved steps
 HTTP_TIMEOUT_S = 5.0  # for the answer to one request
 RETRIES = 2  # of a request; wandb's default of 20, minutes apart, would delay the end of a run beyond any timeout
 SPARE_S = 25.0  # added to these timeouts before wandb counts as hanging
@@ -108,6 +110,7 @@ class WandbSink(Sink):
 
         self._wandb = wandb
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", f"{HTTP_TIMEOUT_S:g}")
+        os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", f"{FLUSH_S:g}")
         wandb.setup(wandb.Settings(silent=True))
         try:
             if self._mode == "auto":
@@ -168,9 +171,14 @@ class WandbSink(Sink):
 
     @property
     def _how_to_upload(self) -> str:
-        what = "" if self._mode == "offline" else "--include-online "
-        runs = "offline-run-*" if self._mode == "offline" else "run-*"
-        return f"to upload: wandb sync {what}{self._folder}/{runs}{self._run_id}"
+        """A command that uploads all attempts of the run, in order.
+
+        Each is one call of `wandb sync`: a killed attempt's file ends in the middle of a record, and after such a file
+        wandb uploads none of the same call.
+        """
+        what, runs = ("", "offline-run-*") if self._mode == "offline" else ("--include-online ", "run-*")
+        attempts = f"{shlex.quote(str(self._folder))}/{runs}{self._run_id}"
+        return f'to upload: for run in {attempts}; do wandb sync {what}"$run"; done'
 
     def _upload(self, call: Callable[[], None]) -> None:
         """Make a call that waits for the server. After the first failure, makes no more such calls."""

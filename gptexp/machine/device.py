@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,7 +58,20 @@ def missing_compiler(device: Device) -> str | None:
             return "Triton is not installed"
         return None if compute_capability(device) >= 7 else "Triton does not support GPUs older than Volta"
     wanted = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return None if shutil.which(wanted) else f"the C++ compiler {wanted} is not installed"
+    if (compiler := shutil.which(wanted)) is None:
+        return f"the C++ compiler {wanted} is not installed"
+    needed = (compiler, torch.__file__, sysconfig.get_path("include"))
+    return next((f"{path}: {why}" for path in needed if (why := why_uncompilable(path))), None)
+
+
+def why_uncompilable(path: str) -> str | None:
+    """The reason why torch's C++ compilation fails with this path in it; None if it does not.
+
+    torch builds a command line without quotes, and then splits it as a shell does.
+    """
+    return (
+        "torch.compile takes no path with a space, a quote or a backslash" if set(path) & set(" \t\r\n'\"\\") else None
+    )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from gptexp.process.terminal import leave_terminal, show_cursor, warn_at_once
+from gptexp.process.terminal import as_command, leave_terminal, show_cursor, warn_at_once
 
 # Reason of a stop -> exit code, in the order of the flags that the ranks exchange. `time` is train.max_minutes.
 EXIT_CODES = {"SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 138, "SIGTERM": 143, "time": 0}
@@ -36,7 +36,8 @@ def handled() -> list[signal.Signals]:
 
 def before_training(directory: Path | None) -> str:
     """The message if a signal ends a run before its first step. `directory` is the run's, once it has one."""
-    return f"interrupted before the first step{'' if directory is None else f'; gptexp resume {directory} starts it'}"
+    again = "" if directory is None else f"; {as_command(['resume', str(directory)])} starts it"
+    return f"interrupted before the first step{again}"
 
 
 def at_parents_death(number: int) -> None:

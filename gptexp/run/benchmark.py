@@ -6,12 +6,12 @@ cache, which gives the time to the first step with a cold cache and with a warm 
 
 import json
 import multiprocessing
-import shutil
 import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from gptexp.config.compose import compose
 from gptexp.config.metrics import Metric
+from gptexp.config.overrides import quoted
 from gptexp.data.prepare import prepare
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates
@@ -44,21 +45,20 @@ def workloads(device: str) -> dict[str, Workload]:
 
 def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> dict[str, Any]:
     """Train `workload` with a cold cache for one step, then with a warm cache until enough steps are measured."""
-    cache = out / "compile-cache" / name
-    cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
-    warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)
-    shutil.rmtree(cache, ignore_errors=True)
+    with TemporaryDirectory(prefix="gptexp-compiled-", ignore_cleanup_errors=True) as cache:
+        cold = run_until(workload, extra, out / f"{name}-cold", cache, steps=1)
+        warm = run_until(workload, extra, out / name, cache, steps=WARM_UP + workload.steps)
     return {**counted(warm.steps), **described(out / name), "cold_s": cold.start_s, "warm_s": warm.start_s}
 
 
-def run_until(workload: Workload, extra: list[str], directory: Path, cache: Path, steps: int) -> Observed:
+def run_until(workload: Workload, extra: list[str], directory: Path, cache: str, steps: int) -> Observed:
     """Train `workload` in `directory` for `steps` steps, with `cache` as its compile cache."""
     command = [
         sys.executable, "-m", "gptexp.train", "log=disabled", "log.progress=off", "data.val_tokens=0",
         "train.eval_every_tokens=0", "train.save_every_tokens=0", f"train.max_steps={steps + 10**6}",
-        "schedule=constant", f"hydra.run.dir='{directory}'", *workload.overrides, *extra,
+        "schedule=constant", f"hydra.run.dir={quoted(str(directory))}", *workload.overrides, *extra,
     ]  # fmt: skip
-    return observe(command, directory, steps, {"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+    return observe(command, directory, steps, {"TORCHINDUCTOR_CACHE_DIR": cache})
 
 
 def counted(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import build_reduction
 from gptexp.distributed.sharding import Parameters, SplitParameters, WholeParameters, split
-from gptexp.machine.device import missing_compiler
+from gptexp.machine.device import missing_compiler, why_uncompilable
 from gptexp.machine.effective import Effective, forward_context
 from gptexp.model import loss
 from gptexp.model.compiler import compile_options
@@ -61,32 +61,44 @@ SAVE_TIMEOUT = timedelta(hours=2)  # longest wait for the other ranks, once a ra
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-def replace_unwritable_caches() -> list[str]:
-    """Use temporary compile caches in place of those that cannot be written. Returns a line for each.
+def replace_unusable_folders() -> list[str]:
+    """Replace the folders in the environment that the compiler cannot use. Returns a line for each.
 
     Must run before the compiler is imported: the import creates the cache's folder, or fails.
     """
-    # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a user id that has no name; torch asks for the name too
-        user = os.environ["USER"] = str(os.getuid())
+    except (KeyError, OSError):  # a container may run under a user id that has no name
+        user = ""
+    if not user or why_uncompilable(user):  # torch has the name in the names of folders
+        user = os.environ["LOGNAME"] = str(os.getuid())
+    lines, temporary = [], tempfile.gettempdir()
+    if why := why_uncompilable(temporary):  # the compiler puts headers there
+        os.environ["TMPDIR"], tempfile.tempdir = "/tmp", None
+        lines.append(f"TMPDIR={temporary}: {why}; {tempfile.gettempdir()} is used")
+    # torch's own default (torch._inductor.runtime.cache_dir_utils, which cannot be used: it imports the compiler).
     os.environ.setdefault(INDUCTOR_CACHE, f"{tempfile.gettempdir()}/torchinductor_{user}")
-    lines = []
     for name in (INDUCTOR_CACHE, TRITON_CACHE):
         folder = os.environ.get(name)
-        if folder is None:
-            continue
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"something")
-                file.flush()
-        except OSError as error:
+        if folder is not None and (why := _why_no_cache(name, folder)):
             os.environ[name] = tempfile.mkdtemp(prefix="gptexp-compiled-")
             atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
-            lines.append(f"{name}={folder}: cannot be written ({error.strerror}); a temporary cache is used")
+            lines.append(f"{name}={folder}: {why}; a temporary cache is used")
     return lines
+
+
+def _why_no_cache(name: str, folder: str) -> str | None:
+    """The reason why `folder` cannot be the compile cache that the variable `name` sets."""
+    if name == INDUCTOR_CACHE and (why := why_uncompilable(str(Path(folder).absolute()))):
+        return why
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"something")
+            file.flush()
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None
 
 
 def compiles(effective: Effective) -> bool:

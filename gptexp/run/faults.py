@@ -21,6 +21,7 @@ from gptexp.process.errors import (
     UserError,
 )
 from gptexp.process.fields import AUTO
+from gptexp.process.terminal import as_command
 from gptexp.run.job import Job
 from gptexp.storage.checkpoint import TrainState
 from gptexp.training.step_report import StepTimeout
@@ -46,7 +47,7 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
             raise
         missing = _missing(store, job.rank)
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        again = f"gptexp resume {job.directory} continues from the newest checkpoint"
+        again = f"{as_command(['resume', str(job.directory)])} continues from the newest checkpoint"
         waited = f"world.timeout_s={job.cfg.world.timeout_s:g} s"
         if isinstance(error, StepTimeout) or "timed out" in str(error).lower():
             if missing:
@@ -79,7 +80,7 @@ def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:
         f"batch.micro_batch_size={size}: a step needs more memory than this {effective.device} has free; use a smaller "
         f"size{or_auto}, train.loss=chunked, train.activation_checkpointing=true, or {more}"
     )
-    again = f"gptexp resume {job.directory} continues from the newest checkpoint"
+    again = f"{as_command(['resume', str(job.directory)])} continues from the newest checkpoint"
     return ConfigError(line) if at_the_start else MemoryExhaustedError(f"{line}; {again}")
 
 

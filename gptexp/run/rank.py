@@ -59,7 +59,7 @@ from gptexp.run.build import (
     compile_in_turn,
     compiles,
     refuse_missing_compiler,
-    replace_unwritable_caches,
+    replace_unusable_folders,
 )
 from gptexp.run.faults import explained
 from gptexp.run.first_weights import choose_weights, refuse_other_ids
@@ -157,7 +157,7 @@ class Outcome:
 
 def prepare(job: Job) -> Prepared:
     """Open the data and join the other ranks. *Collective.*"""
-    for line in replace_unwritable_caches():
+    for line in replace_unusable_folders():
         if job.rank.local_rank == 0:
             warn(line)
     store = None if job.rank.world_size == 1 else job.store or connect(job.rank)

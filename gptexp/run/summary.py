@@ -14,7 +14,7 @@ from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.model.parametrisation import describe
 from gptexp.process.errors import StorageError
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import as_command, warn
 from gptexp.process.versions import git_commit, versions
 from gptexp.process.words import counted, duration, titled
 from gptexp.reporting.listings.records import read_run
@@ -172,7 +172,7 @@ class Summary:
             "mfu": self._utilisation.to_dict(),
         }
         try:
-            run_dir.write_json(self._directory / run_dir.SUMMARY, summary)
+            run_dir.write_summary(self._directory, summary)
         except StorageError as error:
             warn(str(error))
         return summary
@@ -202,7 +202,8 @@ def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str
         lines.append(("noise scale", in_words(read_run(directory))))
     stopped = summary["status"] in ("interrupted", "failed")
     lines += [
-        (verb, f"gptexp {verb} {directory}") for verb in (["resume"] if stopped else ["report", "sample", "watch"])
+        (verb, as_command([verb, str(directory)]))
+        for verb in (["resume"] if stopped else ["report", "sample", "watch"])
     ]
     best = summary["best_val_loss"]
     return [end_line(summary, directory), *([] if best is None else [f"lowest val loss {best:.4f}"]), *titled(lines)]

@@ -24,9 +24,10 @@ from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
-DATE = re.compile(r"\d{4}-\d\d-\d\d")  # name of the folder of a day's runs
+GROUP = re.compile(r"\d{4}-\d\d-\d\d|wandb-.+")  # name of the folder of a day's runs, or of a wandb sweep's trials
 CELL = re.compile(r"(.*-)?[0-9a-f]{8}")
 _TEMPORARY = r"[a-z0-9_]{8}"  # end of a temporary file's name; a killed process leaves such files
+_MARKER = r"(\.(alone|shared)-[0-9a-f]{8}-\d+-\d+-[0-9a-f]{8})?"  # of a lock, where files cannot be locked
 _CHECKPOINT = r"checkpoints/(\.tmp-|\.del-|rejected-\d+-)?step-\d{8,}(-\d+)?"
 _WANDB_RUN = r"wandb/(offline-)?run-\d{8}_\d{6}-"
 _REPORT = r"report\.html|report\.json|cells\.csv|effective\.json|wandb\.json"
@@ -38,7 +39,7 @@ _OF_BOTH = (
 _RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json"
 _OF_RUN = (
     *_OF_BOTH,
-    rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock|\.lock-rank0|\.lock-sweep",
+    rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock(-rank0|-sweep)?{_MARKER}",
     r"\.mark-[0-9a-f]{16}",
     r"\.hydra/(config|hydra|overrides)\.yaml",
     rf"{_CHECKPOINT}/((model|optimizer|ema)(-\d+-of-\d+)?\.safetensors|state\.json|manifest\.json)",
@@ -46,7 +47,7 @@ _OF_RUN = (
 )
 _OF_SWEEP = (
     *_OF_BOTH,
-    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands)|\.submitit/.*",
+    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands){_MARKER}|\.submitit/.*",
 )
 _RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _OF_SWEEP))
 _FOLDERS = re.compile(
@@ -115,7 +116,7 @@ def _has_locked_cell(directory: Path) -> bool:
 def starting_from(directory: Path) -> list[Path]:
     """The runs beside `directory` that start from its weights or branch from it, and have no checkpoint yet."""
     outputs = directory.parent
-    if DATE.fullmatch(outputs.name) or is_sweep(outputs):
+    if GROUP.fullmatch(outputs.name) or is_sweep(outputs):
         outputs = outputs.parent
     dependents = []
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
@@ -146,7 +147,7 @@ def remove(directory: Path) -> None:
         rest = as_command(["rm", "--unneeded-checkpoints", str(directory.parent)])
         with run_dir.storage_errors(f"{directory}: partly removed; `{rest}` removes the rest, {hidden}"):
             remove_files(hidden)
-    if DATE.fullmatch(directory.parent.name):
+    if GROUP.fullmatch(directory.parent.name):
         with suppress(OSError):  # other runs are in it
             directory.parent.rmdir()
 

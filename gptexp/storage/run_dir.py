@@ -9,7 +9,7 @@ profile/         traces of train.profile
 events.out.tfevents.*
                  what TensorBoard shows, if log.tensorboard is set
 .mark-*          file by which several ranks check, at the start, that all nodes see the directory
-.lock            lock of the process that starts the run
+.lock            lock (gptexp.storage.locks) of the process that starts the run
 .lock-rank0      lock of the rank that writes; a run is alive while one of the two locks is held
 .lock-sweep      lock of the sweep that runs this cell, also shortly before and after the run
 output.log       output of a cell that does not have the terminal for itself
@@ -19,21 +19,18 @@ sweep.json       its cells and their common settings
 .lock-commands   lock that all commands share while they run the sweep
 """
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
-from filelock import BaseFileLock, FileLock, Timeout
 
 from gptexp.config.paths import is_file
 from gptexp.config.rules import saved_problems
@@ -42,7 +39,8 @@ from gptexp.config.vocabulary import NAMES, VOCAB_SIZES, padded, with_vocab_size
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError, StorageError, first_line
 from gptexp.process.fields import AUTO
 from gptexp.process.words import shown
-from gptexp.storage import reader
+from gptexp.storage import locks, reader
+from gptexp.storage.locks import Lock
 
 CONFIG = "config.yaml"
 EFFECTIVE = "effective.json"
@@ -68,6 +66,7 @@ SWEEP_LOCK = ".lock-sweep"
 IN_USE = "another process uses it; wait until it ends, or use a new directory"
 LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
 COMMANDS_LOCK = ".lock-commands"
+ROOM = 1024  # spaces at the end of summary.json, for longer values
 LOCK_TIMEOUT_S = 2.0  # above 0, because `is_locked` in another process holds a lock for a moment
 
 
@@ -139,7 +138,29 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(finite(value), indent=1) + "\n")
+    write_atomically(path, _as_json(value))
+
+
+def write_summary(directory: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json. On a full disk it is written in place: each version ends with spaces, and leaves room.
+
+    Raises `StorageError`.
+    """
+    path, text = directory / SUMMARY, _as_json(summary)
+    try:
+        write_atomically(path, text.rstrip() + " " * ROOM + "\n")
+    except StorageError:
+        with suppress(OSError), path.open("r+b") as file:
+            room = os.fstat(file.fileno()).st_size - len(text.encode())
+            if room >= 0:
+                file.write(text.rstrip().encode() + b" " * room + b"\n")
+                os.fsync(file.fileno())
+                return
+        raise
+
+
+def _as_json(value: dict[str, Any]) -> str:
+    return json.dumps(finite(value), indent=1) + "\n"
 
 
 def finite(value: Any) -> Any:
@@ -291,7 +312,7 @@ def mark_interrupted(directory: Path) -> bool:
     """
     with suppress(ConfigError, StorageError):  # a damaged file stays as it is
         if (directory / CONFIG).exists() and status(directory) not in (*DONE, "interrupted"):
-            write_json(directory / SUMMARY, {**read_json(directory / SUMMARY), "status": "interrupted"})
+            write_summary(directory, {**read_json(directory / SUMMARY), "status": "interrupted"})
             return True
     return False
 
@@ -309,23 +330,18 @@ def present_status(directory: Path, summary: dict[str, Any]) -> str:
 @contextmanager
 def held(directory: Path, name: str = LOCK) -> Iterator[None]:
     """Hold a lock of the run directory. Raises `InUseError` if another process holds it, else `StorageError`."""
-    lock = acquire(directory, name)
-    try:
+    with acquire(directory, name):
         yield
-    finally:
-        lock.release()
 
 
-def acquire(directory: Path, name: str) -> BaseFileLock:
-    """Take a lock of the run directory; the caller releases it. Raises as `held` does."""
-    lock = FileLock(directory / name)
+def acquire(directory: Path, name: str, alone: bool = True) -> Lock:
+    """Take a lock of the directory, `alone` or shared; the caller releases it. Raises as `held` does."""
     with storage(directory / name):
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=LOCK_TIMEOUT_S)
-        except Timeout:
+            return locks.take(directory / name, alone, LOCK_TIMEOUT_S)
+        except TimeoutError:
             raise InUseError(f"{directory}: {IN_USE}") from None
-    return lock
 
 
 def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> None:
@@ -335,50 +351,18 @@ def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) 
 
 
 def is_locked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> bool:
-    """Whether a process holds a lock of the directory. The test takes a shared lock, so that tests do not conflict."""
-    return any(_is_refused(directory / name, os.O_RDONLY, fcntl.LOCK_SH) for name in names)
+    """Whether a process holds a lock of the directory: whether its run is alive."""
+    return any(locks.is_taken(directory / name) for name in names)
 
 
 def is_swept(directory: Path) -> bool:
     """Whether a command runs the sweep in `directory`, or removes it."""
-    return _is_refused(directory / COMMANDS_LOCK, os.O_RDWR, fcntl.LOCK_EX)  # NFS needs O_RDWR for LOCK_EX
+    return locks.is_taken(directory / COMMANDS_LOCK, alone=True)
 
 
-def _is_refused(path: Path, flags: int, lock: int) -> bool:
-    """Whether another holder of the lock file `path` prevents this `lock`."""
-    try:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # the file is missing, not accessible or a link
-        return False
-    try:
-        fcntl.flock(handle, lock | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
-def lock_sweep(directory: Path, alone: bool = False) -> IO[str]:
-    """Take the lock of the sweep in `directory`, `alone` or shared with other commands. Closing the file releases it.
-
-    Raises as `held` does.
-    """
-    path, end = directory / COMMANDS_LOCK, time.monotonic() + LOCK_TIMEOUT_S
-    with storage(path):
-        while True:
-            directory.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
-            try:
-                fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-                return file
-            except BlockingIOError:  # open it again: `gptexp rm` may be removing this directory, and the file with it
-                file.close()
-            if time.monotonic() > end:
-                raise InUseError(f"{directory}: {IN_USE}")
-            time.sleep(0.05)
+def lock_sweep(directory: Path, alone: bool = False) -> Lock:
+    """Take the lock of the sweep in `directory`, `alone` or shared with other commands. Raises as `held` does."""
+    return acquire(directory, COMMANDS_LOCK, alone)
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

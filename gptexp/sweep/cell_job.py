@@ -54,8 +54,8 @@ class CellJob:
                 rank, its_code = self.cause.split()
                 output.write(f"rank {rank} has failed with exit code {its_code}; see {task.paths.folder}\n".encode())
                 if run_dir.status(self.directory) == "interrupted":  # by this task's SIGTERM
-                    path = self.directory / run_dir.SUMMARY
-                    run_dir.write_json(path, {**run_dir.read_json(path), "status": "failed"})
+                    stopped = run_dir.read_json(self.directory / run_dir.SUMMARY)
+                    run_dir.write_summary(self.directory, {**stopped, "status": "failed"})
                 return int(its_code)
         return code
 

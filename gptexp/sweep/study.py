@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
-from gptexp.storage import run_dir
+from gptexp.storage import locks, run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
 from gptexp.sweep.space import Axis, Interval
@@ -123,7 +121,7 @@ class Study:
         self.distributions = {axis.key: _distribution(axis) for axis in space if axis.swept}
         path = (directory / STUDY).absolute()
         try:
-            with FileLock(directory / LOCK):  # Optuna fails if another command creates the tables just then
+            with locks.take(directory / LOCK):  # Optuna fails if another command creates the tables just then
                 self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
             trials = self.study.get_trials()
         except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file

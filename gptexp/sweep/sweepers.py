@@ -113,7 +113,7 @@ class CellSweeper(Sweeper):
             self.launcher.close()
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
-            lock.close()  # before the report, which says whether a command still runs it
+            lock.release()  # before the report, which says whether a command still runs it
             _report(self.directory, cells[0].config.log)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
@@ -408,7 +408,7 @@ def _summary(cell: Cell) -> dict[str, Any]:
 def _outcome(cell: Cell) -> str:
     summary = _summary(cell)
     loss = summary.get("final_val_loss")
-    status = summary.get("status", "failed" if cell.directory.exists() else "not started")
+    status = run_dir.present_status(cell.directory, summary) if cell.directory.exists() else "not started"
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 

@@ -1,8 +1,13 @@
 """Building the model from its choices, DDP's buckets, and compilation by one rank of a node first."""
 
+import getpass
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,6 +23,7 @@ import torch
 import torch.distributed as dist
 from conftest import events
 
+from gptexp.config.overrides import quoted
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import Choice, Source
@@ -25,7 +31,14 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
 from gptexp.process.errors import ConfigError
-from gptexp.run.build import build_gpt, compile_in_turn, compiles, refuse_missing_compiler, wrap
+from gptexp.run.build import (
+    build_gpt,
+    compile_in_turn,
+    compiles,
+    refuse_missing_compiler,
+    replace_unusable_folders,
+    wrap,
+)
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -203,3 +216,43 @@ def test_what_must_be_compiled_is_refused_without_a_compiler(monkeypatch: pytest
     with pytest.raises(ConfigError, match=message):
         refuse_missing_compiler(effective, CPU)
     refuse_missing_compiler(rules, CPU)
+
+
+ODD = 'CORP\\bob\'s "ü", a=b'  # a name that torch's command line of the compiler does not survive
+
+
+@pytest.mark.parametrize("odd", [ODD, "CORP\\bob", "two words", "O'Neil", 'a"b'])
+@pytest.mark.parametrize("variable", ["LOGNAME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_the_compiler_gets_no_path_that_its_command_line_splits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, odd: str
+) -> None:
+    for name in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGNAME", "bob")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    is_folder = variable != "LOGNAME"
+    (tmp_path / odd).mkdir()
+    monkeypatch.setenv(variable, str(tmp_path / odd) if is_folder else odd)
+    lines = replace_unusable_folders()
+    for name in (getpass.getuser(), tempfile.gettempdir(), os.environ["TORCHINDUCTOR_CACHE_DIR"]):
+        assert shlex.split(name) == [name]
+    assert [line.partition("=")[0] for line in lines] == ([variable] if is_folder else [])
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler; apt-get install g++")
+def test_a_run_compiles_whatever_the_user_and_the_folders_are_called(
+    start: Callable[..., subprocess.Popen[str]], tiny: list[str], tmp_path: Path
+) -> None:
+    """The command that goes on with the run survives a shell."""
+    (tmp_path / ODD / "temporary").mkdir(parents=True)
+    names = dict.fromkeys(("USER", "LOGNAME"), ODD)
+    folders = {"HOME": tmp_path / ODD, "TMPDIR": tmp_path / ODD / "temporary", "GPTEXP_CACHE": tmp_path / ODD / "cache"}
+    env = {**os.environ, **names, **{name: str(folder) for name, folder in folders.items()}}
+    env.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    out = f"hydra.run.dir={quoted(str(tmp_path / ODD / 'out'))}"
+    process = start("train", *tiny, "train.compile=on", "log.progress=lines", out, env=env)
+    stdout, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    [report] = [line for line in stdout.splitlines() if "gptexp report" in line]
+    assert shlex.split(report)[1:] == ["gptexp", "report", str(tmp_path / ODD / "out")]

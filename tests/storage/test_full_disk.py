@@ -1,18 +1,22 @@
 """Real runs on full and read-only disks."""
 
 import ctypes
+import errno
 import json
 import os
 import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import events, summary, wait_for
+from conftest import BYTES, events, runs, summary, wait_for
 from real_runs import begun
+
+from gptexp.process.errors import StorageError
+from gptexp.storage.run_dir import write_summary
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -76,6 +80,66 @@ def test_metrics_that_cannot_be_written_end_the_run_with_one_line(
     done = gptexp("train", *options)
     assert done.returncode == 0, done.stderr
     assert [e["step"] for e in events(tmp_path / "out", "step")] == list(range(60))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 900 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=900k", "none", str(place)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a small file system needs root and mount")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("arguments", [["world.size=2", "hydra.run.dir=out"], ["-m", "train.seed=1,2", "sweep.name=x"]])
+def test_a_run_that_fills_the_disk_is_failed_and_goes_on_once_there_is_room(
+    start: Start, gptexp: Gptexp, tiny: list[str], small_disk: Path, arguments: list[str]
+) -> None:
+    """Also the first cell of a sweep, and the status of a run says so while the disk is full."""
+    options = [*tiny, *BYTES, "train.max_steps=1200", "train.save_every=100", "train.eval_every=0", *arguments]
+    options = [text.replace("=out", f"={small_disk}/out") for text in options]
+    if "-m" in options:
+        options.append(f"hydra.sweep.dir={small_disk}/x")
+    process = start("train", *options)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    first = runs(small_disk)[0]
+    assert summary(first)["status"] == "failed"
+    assert 100 < summary(first)["steps"] < 1200
+    assert not re.search(r"^running", out, re.MULTILINE), "the last lines of a sweep"
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    done = gptexp("train", *options)
+    assert done.returncode == 0, done.stderr
+    assert {summary(run)["status"] for run in runs(small_disk)} == {"completed"}
+    assert [event["step"] for event in events(first, "step")] == list(range(1200))
+
+
+def test_a_status_is_written_in_place_if_there_is_no_room_for_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = {"status": "running", "final_val_loss": None, "device": "é" * 50}
+    after = {"status": "interrupted", "final_val_loss": 3.14159265358979, "device": "é" * 50}
+    write_summary(tmp_path, before)
+    with monkeypatch.context() as full:
+        full.setattr("tempfile.NamedTemporaryFile", no_file)
+        for values in (after, before, after):
+            write_summary(tmp_path, values)
+            assert summary(tmp_path) == values
+        with pytest.raises(StorageError, match="No space left"):  # too long for the file's place
+            write_summary(tmp_path, {**before, "note": "x" * 5000})
+        with pytest.raises(StorageError, match="No space left"):
+            write_summary(tmp_path / "other", after)
+    assert summary(tmp_path) == after
+    write_summary(tmp_path, before)
+    assert summary(tmp_path) == before
 
 
 @pytest.mark.e2e

@@ -188,7 +188,7 @@ def test_a_sweep_that_a_command_runs_is_refused_between_its_cells_too(sweep: Pat
             main([str(sweep), "--yes"])
         [mine] = [found.row for found in list_runs(sweep.parent)]
         assert mine.status == "running"
-        lock.close()
+        lock.release()
     with run_dir.held(sweep / "lr=0.03-89abcdef", run_dir.SWEEP_LOCK), pytest.raises(InUseError):
         main([str(sweep), "--yes"])
     assert [found.row.status for found in list_runs(sweep.parent)] == ["completed"]
