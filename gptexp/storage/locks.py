@@ -57,7 +57,7 @@ class Lock:
     def _renew(self) -> None:
         while self._marker is not None and not self._released.wait(BEAT_S):
             with suppress(OSError):
-                os.utime(self._marker, times=(time.time(), time.time()))
+                os.utime(self._marker)  # to the time of the file system, which all machines see
 
 
 def take(path: Path, alone: bool = True, timeout_s: float = math.inf) -> Lock:
@@ -88,7 +88,7 @@ def is_taken(path: Path, alone: bool = False) -> bool:
     except HELD:
         return True
     except OSError:
-        return any(map(_is_alive, _markers(path, alone)))
+        return any(_is_alive(marker, time.time()) for marker in _markers(path, alone))
     finally:
         os.close(handle)
     return False
@@ -125,7 +125,8 @@ def _mark(path: Path, alone: bool, why: str) -> Path | None:
     marker = path.with_name(f"{path.name}.{kind}-{_machine()}-{pid}-{_started(pid):.0f}-{secrets.token_hex(4)}")
     marker.touch(exist_ok=False)
     others = [other for other in _markers(path, alone) if other != marker]
-    if any(map(_is_alive, others)):
+    now = marker.stat().st_mtime  # by the clock of the file system, not of this machine
+    if any(_is_alive(other, now) for other in others):
         marker.unlink(missing_ok=True)
         return None
     for dead in others:
@@ -138,12 +139,13 @@ def _markers(path: Path, alone: bool) -> list[Path]:
     return [*path.parent.glob(f"{escape(path.name)}.{'*' if alone else 'alone'}-*-*-*-*")]
 
 
-def _is_alive(marker: Path) -> bool:
+def _is_alive(marker: Path, now: float) -> bool:
+    """Whether the process of `marker` lives at the Unix time `now`, in s."""
     machine, pid, start = marker.name.split("-")[-4:-1]
     try:
         if machine == _machine():
             return abs(_started(int(pid)) - float(start)) < START_S
-        return time.time() - marker.stat().st_mtime < STALE_S
+        return now - marker.stat().st_mtime < STALE_S
     except (OSError, ValueError):
         return False
 
