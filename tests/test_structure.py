@@ -40,7 +40,7 @@ FENCES = {
     "huggingface_hub": {"storage/hub.py"},
     "lm_eval": {"run/harness.py"},
     "pytorch_optimizer": {"optim"},
-    "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
+    "argparse": {TOP, "command"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",
         "reporting/page/write.py", "run/benchmark.py", "run/communication.py",

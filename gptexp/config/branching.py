@@ -7,7 +7,6 @@ bit, that of one uninterrupted run with the branch's schedule.
 
 import copy
 import math
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -49,15 +48,6 @@ class Parent:
     def short_name(self) -> str:
         """`name` without the path of the folder that contains the run."""
         return f"{self.directory.name}@{self.step}"
-
-
-def run_and_step(branch_from: str) -> tuple[str, int | None]:
-    """The run's directory and the step in `RUN_DIR@STEP`; the step is None if it is not given."""
-    directory, _, step = branch_from.rpartition("@")
-    is_step = re.fullmatch(r"[0-9]{1,15}", step) is not None
-    if not directory or not is_step or os.path.isdir(branch_from):  # noqa: PTH112  Path.is_dir raises for a long name
-        return branch_from, None
-    return directory, int(step)
 
 
 def first_step(branch_from: str | None) -> int:

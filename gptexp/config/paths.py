@@ -111,11 +111,12 @@ def user_cache_dir() -> Path:
 def is_hub_model(name: str) -> bool:
     """Whether `init_from=name` names a model of the hub: a short name, or OWNER/NAME that is no path here.
 
-    A revision may follow: NAME@REVISION.
+    A revision may follow: NAME@REVISION. A path may be followed by a checkpoint: RUN_DIR@STEP.
     """
-    if name.partition("@")[0] in HUB_MODELS:
+    model = name.partition("@")[0]
+    if model in HUB_MODELS:
         return True
-    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
+    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists() and not Path(model).exists()
 
 
 def is_hub_name(value: Any) -> bool:

@@ -339,11 +339,12 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     fitted: FittedConfig = field(default_factory=FittedConfig)
-    init_from: str | None = None  # weights that the run starts from: a run directory, a directory that transformers
-    # saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
+    init_from: str | None = None  # weights that the run starts from: RUN_DIR (also RUN_DIR@STEP, RUN_DIR@best), a
+    # directory that transformers saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of
+    # the Hugging Face hub
 
     branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
-    # RUN_DIR@STEP, or RUN_DIR for the newest; keys not set on the command line come from that run
+    # RUN_DIR@STEP, RUN_DIR@best, or RUN_DIR for the newest; keys not set on the command line come from that run
 
     @property
     def seq_len(self) -> int:

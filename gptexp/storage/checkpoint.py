@@ -309,8 +309,11 @@ def load_state(path: Path) -> TrainState:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def newest(directory: Path) -> tuple[Path, TrainState]:
-    """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
+def newest(directory: Path, step: int | None = None) -> tuple[Path, TrainState]:
+    """`load_latest` for a run that must have a checkpoint; with `step`, that checkpoint. Raises `CheckpointError`."""
+    if step is not None:
+        path = directory / name_of(step)
+        return path, load_state(path)
     latest = load_latest(directory)
     if latest is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")

@@ -18,7 +18,7 @@ from conftest import BYTES, TINY, ForkServer, clean, e2e_then_slow, events, summ
 from real_runs import equal, newest
 from safetensors.torch import load_file
 
-from gptexp.config.branching import Parent, first_step, first_tokens, run_and_step
+from gptexp.config.branching import Parent, first_step, first_tokens
 from gptexp.config.compose import compose
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, fields_of, to_dict
@@ -381,18 +381,6 @@ def test_damaged_weights_are_refused_when_the_run_starts(mine: Path, tmp_path: P
 def test_a_command_that_does_not_know_branches_refuses_one(constant: Path) -> None:
     with pytest.raises(ConfigError, match="only train, plan and prepare take it"):
         compose([f"branch_from={constant}@8"])
-
-
-def test_a_step_is_split_from_the_directory() -> None:
-    assert run_and_step("outputs/a@b/run@12") == ("outputs/a@b/run", 12)
-    for name in ("outputs/a@b/run", "outputs/run@", "@5", "run@-1", "run@1e3", "x" * 5000):
-        assert run_and_step(name) == (name, None)
-
-
-def test_a_directory_that_ends_like_a_step_is_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "run@12").mkdir()
-    assert run_and_step(f"{tmp_path / 'run@12'}") == (f"{tmp_path / 'run@12'}", None)
-    assert run_and_step(f"{tmp_path / 'run@12'}@4") == (f"{tmp_path / 'run@12'}", 4)
 
 
 # --- its place --------------------------------------------------------------------------------------------------------
