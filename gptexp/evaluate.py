@@ -110,8 +110,9 @@ def _of_text(config: Config, directory: Path, text: str, tokens: int) -> Config:
 
 def _print_tasks(args: argparse.Namespace) -> None:
     for flag in ("--data", "--val-tokens"):
-        if getattr(args, flag[2:].replace("-", "_")) is not None:
-            raise ConfigError(f"{flag}: only the validation loss reads it; leave it out")
+        if (value := getattr(args, flag[2:].replace("-", "_"))) is not None:
+            first = value[0] if isinstance(value, list) else value
+            raise ConfigError(f"{flag}={shown(first)}: only the validation loss reads it; leave it out")
     tasks = list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))
     if not tasks:
         raise ConfigError("--tasks: names no task; give hellaswag, or tasks of lm_eval, separated by commas")

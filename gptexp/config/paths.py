@@ -1,11 +1,13 @@
 """Paths: files and globs in the configuration, the YAML files, and the flags that name YAML files."""
 
 import glob
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,40 @@ def user_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"gptexp-{os.getuid()}"
 
 
+def cache_dir(given: str | None) -> Path:
+    """The directory of token files: `given` (data.cache_dir), else $GPTEXP_CACHE, else the user's cache directory."""
+    return Path(given or os.environ.get("GPTEXP_CACHE") or user_cache_dir())
+
+
+def remember_key(cache: Path, patterns: Sequence[str], column: str, key: str) -> None:
+    """Record in the cache that the files of `patterns`, with `column` as data.text_column, have this key of 16 digits.
+
+    A cache that cannot be written stays as it is.
+    """
+    record = _record(cache, patterns, column)
+    with suppress(OSError):
+        if not is_file(record) or record.read_text() != key:
+            record.parent.mkdir(exist_ok=True)
+            record.write_text(key)
+
+
+def remembered_key(cache: Path, patterns: Sequence[str], column: str) -> str | None:
+    """The key under which the cache has tokens of the files of `patterns`; None if there are none, or one file is left.
+
+    A text that has changed has another key, so only the tokens of a text that is gone are found.
+    """
+    if not any(map(exists, patterns)):
+        with suppress(OSError, ValueError):
+            key = _record(cache, patterns, column).read_text()
+            if re.fullmatch("[0-9a-f]{16}", key) and any(map(is_file, cache.glob(f"*-{key}/manifest.json"))):
+                return key
+    return None
+
+
+def _record(cache: Path, patterns: Sequence[str], column: str) -> Path:
+    return cache / "texts" / hashlib.sha256(json.dumps([column, *patterns]).encode()).hexdigest()[:16]
+
+
 def is_hub_model(name: str) -> bool:
     """Whether `init_from=name` names a model of the hub: a short name, or OWNER/NAME that is no path here.
 
@@ -140,6 +176,11 @@ def matching_files(pattern: str) -> list[Path]:
     if is_file(Path(pattern)):
         return [Path(pattern)]
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
+
+
+def exists(pattern: str) -> bool:
+    """Whether `pattern` matches a file, or is a saved data set. Raises `ConfigError` for a damaged one."""
+    return bool(saved_dataset_files(Path(pattern)) or matching_files(pattern))
 
 
 def no_files(pattern: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gptexp.config.paths import matching_files, no_files, saved_dataset_files
+from gptexp.config.schema import DataConfig
 from gptexp.data import hub
 from gptexp.data.documents import Compression, HubFile, Kind, Part, Span, kind_of, next_cut, row_group_bytes
 from gptexp.data.downloads import Download, downloaded
@@ -62,6 +63,7 @@ class HubCorpus:
     subset: str | None
     split: str
     max_tokens: int | None  # because it can be larger than a disk
+    column: str  # data.text_column
     name: str = "hf"
 
     @property
@@ -71,7 +73,8 @@ class HubCorpus:
     @property
     def key(self) -> str:
         wanted = "" if self.max_tokens is None else f"\0{self.max_tokens}"
-        return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
+        return _with_column(key, self.column)
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
         if Path(self.repo.partition("@")[0]).exists():
@@ -89,6 +92,8 @@ class Files:
 
     name: str
     files: list[Path]
+    patterns: tuple[str, ...] = ()  # that have matched them; empty: the cache does not remember their key
+    column: str = DataConfig.text_column
 
     @property
     def max_tokens(self) -> None:
@@ -109,11 +114,32 @@ class Files:
         for file in self.files:
             stat = file.stat()
             digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\n".encode())
-        return digest.hexdigest()[:16]
+        return _with_column(digest.hexdigest()[:16], self.column)
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
         for path, kind, compression in _kinds(self.files):
             yield from _spans(path, kind, compression, cut_before, part_bytes)
+
+
+@dataclass(frozen=True)
+class GoneFiles:
+    """Files that were removed after they were tokenised."""
+
+    name: str
+    patterns: tuple[str, ...]
+    key: str
+    max_tokens: None = None
+
+    @property
+    def place(self) -> str:
+        return ", ".join(self.patterns)
+
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
+        raise DataError(f"{self.patterns[0]}: {no_files(self.patterns[0])}")
+
+
+def _with_column(key: str, column: str) -> str:
+    return key if column == DataConfig.text_column else hashlib.sha256(f"{key} {column}".encode()).hexdigest()[:16]
 
 
 def stdlib() -> Files:
@@ -128,7 +154,7 @@ def stdlib() -> Files:
     return Files("stdlib", files)
 
 
-def text(patterns: list[str]) -> Files:
+def text(patterns: list[str], column: str = DataConfig.text_column) -> Files:
     """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -136,7 +162,7 @@ def text(patterns: list[str]) -> Files:
         if not matching:
             raise DataError(f"{pattern}: {no_files(pattern)}")
         files.update(dict.fromkeys(matching))
-    return Files("text", list(files))
+    return Files("text", list(files), tuple(patterns), column)
 
 
 def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
@@ -186,4 +212,5 @@ def _spans(path: Path, kind: Kind, compression: Compression | None, cut_before: 
 
 def shakespeare(downloads: Path) -> Files:
     """Tiny Shakespeare, downloaded into `downloads` if it is missing there. Raises `DataError`."""
-    return Files("shakespeare", [downloaded(SHAKESPEARE, downloads)])
+    file = downloaded(SHAKESPEARE, downloads)
+    return Files("shakespeare", [file], (str(file),))
