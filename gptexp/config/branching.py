@@ -155,8 +155,12 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
 
 def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now: Schedule) -> Iterator[Problem]:
     """The problem if a step of `parent` would have had another learning rate in the branch; names the first one."""
-    sizes, tokens = config.batch.step_sizes, 0
-    for step in range(parent.step):
+    if before == now:
+        return
+    sizes = config.batch.step_sizes
+    first = max(0, sizes.steps_to(min(before.peak_ends, now.peak_ends)) - 1)  # they have the same warm-up
+    tokens = sizes.tokens_after(first)
+    for step in range(first, parent.step):
         step_tokens = sizes.at(tokens)
         was, would_be = (schedule.lr_factor(tokens, step_tokens) for schedule in (before, now))
         tokens += step_tokens

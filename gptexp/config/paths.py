@@ -206,7 +206,9 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     try:
         content = json.loads(state.read_text())
         files = [folder / str(entry["filename"]) for entry in content["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if missing := [file.name for file in files if not is_file(file)]:
+            raise ValueError(f"it names {shown(missing[0])}, which is missing")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"not that of a saved data set ({first_line(error)}); save it again"
         raise ConfigError(f"{state}: {rule}", "data-set-damaged") from None
     if content.get("_indices_files"):

@@ -409,7 +409,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
             raise CheckpointError(f"{missing[0]} is missing")
         files, layout = read_json(path / MANIFEST), layout_of(path)
         if len(files) != 1 + sum(layout.files.values()) or files.keys() != {*layout.names, STATE}:
-            raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
+            raise CheckpointError(f"{MANIFEST} does not list the files that {STATE} describes")
         for name in files:
             size, digest = files[name]
             actual_size = (path / name).stat().st_size
