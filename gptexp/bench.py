@@ -4,6 +4,7 @@ import argparse
 from datetime import datetime
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
@@ -15,7 +16,7 @@ COMM = "comm"
 
 def main(argv: list[str] | None = None) -> int:
     """Measure the speed of this machine, and the share of it that a training step uses."""
-    parser = argparse.ArgumentParser(prog="gptexp bench", description=main.__doc__)
+    parser = Parser("bench", main.__doc__)
     what = (
         "default: all workloads; overrides apply to each. comm: the all-reduce of world.size ranks, or of a launcher's"
     )

@@ -1,11 +1,11 @@
 """`gptexp compare A B …`: what differs between runs, and whether their losses differ by more than seeds cause."""
 
-import argparse
 import json
 import shutil
 import sys
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.page.own_file import check_own
@@ -15,7 +15,7 @@ from gptexp.storage.run_dir import finite
 
 def main(argv: list[str] | None = None) -> None:
     """Compare runs: their configs, their losses against the noise of seeds, and a page with their curves."""
-    parser = argparse.ArgumentParser(prog="gptexp compare", description=main.__doc__)
+    parser = Parser("compare", main.__doc__)
     what = "a run's directory, or a sweep's, for the runs of its best cell"
     parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help=what)
     to = parser.add_mutually_exclusive_group()

@@ -1,11 +1,11 @@
 """`gptexp coordcheck [overrides]`: whether a model's activations keep their size when it gets wider."""
 
-import argparse
 import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.config.describe import answer_help
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     if answer_help(sys.argv[1:] if argv is None else argv):
         return 0
-    parser = argparse.ArgumentParser(prog="gptexp coordcheck", description=main.__doc__)
+    parser = Parser("coordcheck", main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train")
     parser.add_argument("--widths", default=WIDTHS, metavar="N,N,…", help=f"values of model.n_embd (default: {WIDTHS})")
     parser.add_argument(

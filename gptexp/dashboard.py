@@ -1,8 +1,8 @@
 """`gptexp dashboard push`: the project's dashboard on wandb."""
 
-import argparse
 import os
 
+from gptexp.command.arguments import Parser
 from gptexp.config.schema import WandbConfig
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
@@ -12,7 +12,7 @@ TIMEOUT_S = 10  # for one answer of wandb's server
 
 def main(argv: list[str] | None = None) -> None:
     """Save a view of the project on wandb. A later push replaces the view of the same name."""
-    parser = argparse.ArgumentParser(prog="gptexp dashboard", description=main.__doc__)
+    parser = Parser("dashboard", main.__doc__)
     parser.add_argument("action", choices=("push",))
     project = os.environ.get("WANDB_PROJECT") or WandbConfig().project
     parser.add_argument("--entity", required=True, help="the user or team that owns the project")

@@ -1,26 +1,28 @@
-"""`gptexp evaluate DIR`: the validation loss of the newest checkpoint of a run, or of a sweep's best run, as JSON.
+"""`gptexp evaluate DIR`: the validation loss of a checkpoint of a run, or of a sweep's best run, as JSON.
 
 With --tasks: scores on other tasks, also for a model that transformers saved or that is on the hub.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.config.batch import count_val_windows
-from gptexp.config.paths import absolute, is_file, matching_files
-from gptexp.config.schema import HELLASWAG
+from gptexp.config.paths import absolute, is_file, matching_files, no_files
+from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
-from gptexp.reporting.statistics.best import one_run
+from gptexp.reporting.statistics.best import one_checkpoint
 from gptexp.storage import run_dir
-from gptexp.storage.init_from import find
+from gptexp.storage.init_from import Source, find
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print validation loss and perplexity of the newest checkpoint of a run, or of a sweep's best run, as JSON.
+    """Print validation loss and perplexity of a checkpoint of a run, or of a sweep's best run, as JSON.
 
     With --tasks, print the scores on other tasks, also of a model that transformers saved or that is on the hub.
     """
@@ -31,11 +33,12 @@ def main(argv: list[str] | None = None) -> None:
         _print_tasks(args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gptexp evaluate", description=main.__doc__)
+def _parser() -> Parser:
+    parser = Parser("evaluate", main.__doc__)
     what = "a run's directory, or a sweep's; with --tasks also one that transformers saved, gpt2, or OWNER/NAME"
-    parser.add_argument("directory", metavar="DIR", help=what)
-    parser.add_argument("--data", metavar="PATH", help="file or glob to use instead of the run's validation text")
+    parser.add_checkpoint(what)
+    what = "file or glob to use instead of the run's validation text; may be repeated; a line for each file"
+    parser.add_argument("--data", action="append", metavar="PATH", help=what)
     parser.add_argument("--val-tokens", type=int, metavar="N", help="validation tokens (default: as in the run)")
     parser.add_argument(
         "--tasks",
@@ -55,45 +58,61 @@ def _print_loss(args: argparse.Namespace) -> None:
     for flag in ("hellaswag", "include", "limit"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"--{flag}={getattr(args, flag)}: only --tasks reads it; leave it out")
-    directory = one_run(Path(args.directory))
-    config = run_dir.require_checkpoint(directory, args.ema)
-    data, held_out_tokens = config.data, None
-    if args.data is not None:
-        data.name, data.path, data.max_tokens = "text", [absolute(args.data)], None
-        data.val_path = data.path
-        if is_file(directory / run_dir.TOKENIZER):
-            data.tokenizer = str(directory / run_dir.TOKENIZER)
-        if not matching_files(absolute(args.data)):
-            raise DataError(f"--data {shown(args.data)}: no such file; give a file or a glob")
-        if data.val_ratio is not None and args.val_tokens is None:
-            raise ConfigError(
-                f"--data {shown(args.data)}: the run holds out data.val_ratio={data.val_ratio:g} of its own text, and "
-                "no number of tokens; give --val-tokens N"
-            )
-        data.val_ratio = None
-    elif not data.validates:
+    directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
+    config, texts = run_dir.load_config(directory), _files(args.data or [])
+    data, tokens = config.data, args.val_tokens
+    if texts and data.val_ratio is not None and tokens is None:
+        raise ConfigError(
+            f"--data {shown(texts[0])}: the run holds out data.val_ratio={data.val_ratio:g} of its own text, and no "
+            "number of tokens; give --val-tokens N"
+        )
+    if not texts and not data.validates:
         raise ConfigError(f"{directory}: data.val_tokens=0: the run has no validation tokens; give --data FILE")
-    if args.val_tokens is not None and data.val_path is None:
-        held_out_tokens = args.val_tokens  # the run was trained on the rest of the text
-    elif args.val_tokens is not None:
-        data.val_tokens = args.val_tokens
-    asked = data.val_tokens if args.val_tokens is None else args.val_tokens
-    takes_a_share = data.val_ratio is not None and args.val_tokens is None
+    asked = data.val_tokens if tokens is None else tokens
+    takes_a_share = data.val_ratio is not None and tokens is None
     if not takes_a_share and count_val_windows(asked, config.seq_len) < 1:
         raise ConfigError(
             f"--val-tokens={asked}: rounds to zero windows of {config.seq_len} tokens; use at least {config.seq_len}"
         )
 
-    from gptexp.run.load import evaluate_checkpoint
+    from gptexp.run.load import evaluate_checkpoint, load_checkpointed
 
-    found = evaluate_checkpoint(directory, config, args.data is None, held_out_tokens, args.ema)
-    print(json.dumps({"directory": str(directory), **found}))
+    loaded = load_checkpointed(directory, args.ema, step)
+    if not texts:
+        held_out = tokens if data.val_path is None else None  # the run was trained on the rest of the text
+        data.val_tokens = data.val_tokens if data.val_path is None else asked
+        found = evaluate_checkpoint(loaded, directory, config, True, held_out)
+        print(json.dumps({"directory": str(directory), **found}))
+    for text in texts:
+        found = evaluate_checkpoint(loaded, directory, _of_text(config, directory, text, asked), False)
+        print(json.dumps({"directory": str(directory), "data": text, **found}), flush=True)
+
+
+def _files(patterns: list[str]) -> list[str]:
+    """The files that the values of --data name, each once. Raises `DataError` if one names none."""
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        matching = matching_files(str(Path(pattern).expanduser()))
+        if not matching:
+            raise DataError(f"--data {shown(pattern)}: {no_files(pattern)}")
+        files.update(dict.fromkeys(map(str, matching)))
+    return list(files)
+
+
+def _of_text(config: Config, directory: Path, text: str, tokens: int) -> Config:
+    """The config of a run whose validation text is the file `text`, of which it takes `tokens` tokens."""
+    data = replace(config.data, name="text", path=[absolute(text)], val_path=[absolute(text)])
+    data.max_tokens, data.val_ratio, data.val_tokens = None, None, tokens
+    if is_file(directory / run_dir.TOKENIZER):
+        data.tokenizer = str(directory / run_dir.TOKENIZER)
+    return replace(config, data=data)
 
 
 def _print_tasks(args: argparse.Namespace) -> None:
-    for flag in ("data", "val_tokens"):
-        if (value := getattr(args, flag)) is not None:
-            raise ConfigError(f"--{flag.replace('_', '-')}={value}: only the validation loss reads it; leave it out")
+    for flag in ("--data", "--val-tokens"):
+        if (value := getattr(args, flag[2:].replace("-", "_"))) is not None:
+            first = value[0] if isinstance(value, list) else value
+            raise ConfigError(f"{flag}={shown(first)}: only the validation loss reads it; leave it out")
     tasks = list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))
     if not tasks:
         raise ConfigError("--tasks: names no task; give hellaswag, or tasks of lm_eval, separated by commas")
@@ -103,15 +122,16 @@ def _print_tasks(args: argparse.Namespace) -> None:
         raise ConfigError(f"--limit={args.limit}: must be 1 or above")
     if args.include is not None and not args.include.is_dir():
         raise ConfigError(f"--include={args.include}: no such folder; give one with task files of lm_eval")
-    given = args.directory
-    here = Path(given).absolute()  # a directory goes before a model of that name on the hub
-    if here.is_dir() and not (here / CONFIG_JSON).is_file():
-        given = str(one_run(Path(given)))
-        here = Path(given).absolute()
-        run_dir.require_checkpoint(here, args.ema)
-    elif args.ema:
-        raise ConfigError(f"--ema: {given} is no run of gptexp; leave out --ema")
-    source = find(str(here) if here.exists() else given, given, weights=True)
+    given, here = args.directory, Path(run_dir.run_and_checkpoint(args.directory)[0]).absolute()
+    if here.is_dir() and not (here / CONFIG_JSON).is_file():  # it goes before a model of that name on the hub
+        directory, step = one_checkpoint(given, args.checkpoint, args.ema)
+        given = str(directory)
+        source = Source(given, "run", directory.absolute(), step)
+    else:
+        for flag in ("ema", "checkpoint"):
+            if getattr(args, flag):
+                raise ConfigError(f"--{flag}: {given} is no run of gptexp; leave out --{flag}")
+        source = find(str(here) if here.exists() else given, given, weights=True)
 
     from gptexp.run.evaluations import evaluate_tasks
 

@@ -1,19 +1,19 @@
 """`gptexp export RUN_DIR OUT`: a run as a directory that Hugging Face's transformers loads."""
 
-import argparse
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import ended_in_order
 from gptexp.process.terminal import run_verb, say
-from gptexp.reporting.statistics.best import one_run
+from gptexp.reporting.statistics.best import one_checkpoint
 from gptexp.storage import hub, run_dir
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the newest checkpoint of a run, or of a sweep's best run, as a directory that transformers loads."""
-    parser = argparse.ArgumentParser(prog="gptexp export", description=main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
+    """Write a checkpoint of a run, or of a sweep's best run, as a directory that transformers loads."""
+    parser = Parser("export", main.__doc__)
+    parser.add_checkpoint()
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must be new or empty")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload it to this model of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="if --push makes a new model, make it private")
@@ -24,13 +24,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.push is not None:
         hub.check_name(args.push)
     _check_out(args.out)
-    directory = one_run(args.directory)
-    run_dir.require_checkpoint(directory, args.ema)
+    directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
 
     from gptexp.run.export import export  # imports torch
 
     with ended_in_order():
-        export(directory, args.out, args.push or args.out.resolve().name, args.ema)
+        export(directory, args.out, args.push or args.out.resolve().name, args.ema, step)
     say(f"{args.out}: AutoModelForCausalLM.from_pretrained({str(args.out)!r}) loads it; README.md is its model card")
     if args.push is not None:
         say(hub.upload_model(args.out, args.push, args.private))

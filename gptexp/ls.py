@@ -1,8 +1,8 @@
 """`gptexp ls [DIR]`: the runs and sweeps below a directory, or the cells of a sweep."""
 
-import argparse
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
 from gptexp.reporting.listings.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
@@ -11,7 +11,7 @@ from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 
 def main(argv: list[str] | None = None) -> None:
     """List the runs and sweeps below a directory, or the cells of a sweep, the newest first."""
-    parser = argparse.ArgumentParser(prog="gptexp ls", description=main.__doc__)
+    parser = Parser("ls", main.__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=OUTPUTS, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--status", action="append", default=[], choices=STATUSES, help="only these; may be repeated")
     parser.add_argument("--tag", action="append", default=[], metavar="T", help="only with all these tags")

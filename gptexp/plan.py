@@ -3,11 +3,11 @@
 `gptexp train … --dry-run` is the same.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
+from gptexp.command.arguments import Parser
 from gptexp.command.hydra_main import register_from_init, spelled_out, state_of
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep, to_config
 from gptexp.config.describe import answer_help
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> None:
         print_sweep(grid, request)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gptexp plan", description=main.__doc__)
+def _parser() -> Parser:
+    parser = Parser("plan", main.__doc__)
     what = f"as for gptexp train; device=GPU plans for a GPU that need not be here: {', '.join(GPUS)}"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=what)
     parser.add_argument("-m", "--multirun", action="store_true", help="plan every cell of a sweep")

@@ -1,8 +1,8 @@
 """`gptexp prepare [overrides]`: fills the token cache."""
 
-import argparse
 import sys
 
+from gptexp.command.arguments import Parser
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose
 from gptexp.config.describe import answer_help
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     """Tokenise the corpus of a config into the cache; print the directories of the tokens."""
     if answer_help(sys.argv[1:] if argv is None else argv):
         return
-    parser = argparse.ArgumentParser(prog="gptexp prepare", description=main.__doc__)
+    parser = Parser("prepare", main.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for gptexp train, e.g. data=shakespeare")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="your own YAML files")
     parser.add_argument("--config-name", "-cn", metavar="NAME", help="DIR/NAME.yaml, a config that includes gptexp's")

@@ -1,10 +1,10 @@
 """`gptexp report DIR`: reports the results of a sweep or of a run."""
 
-import argparse
 import math
 import shlex
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
 from gptexp.reporting.page.fitted import check_target, points_above_cells, settings_given, write_optim
@@ -14,7 +14,7 @@ from gptexp.storage.run_dir import require_directory
 
 def main(argv: list[str] | None = None) -> None:
     """Report the results of a sweep or a run: an HTML page, pictures, a table, JSON, and a verdict in sentences."""
-    parser = argparse.ArgumentParser(prog="gptexp report", description=main.__doc__)
+    parser = Parser("report", main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
     parser.add_argument("--write-optim", type=Path, metavar="FILE", help="write the fitted law as optim/NAME.yaml")
     parser.add_argument(

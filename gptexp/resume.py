@@ -1,10 +1,10 @@
 """`gptexp resume RUN_DIR`: continue a run from its newest checkpoint."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.config.schema import SHARDINGS
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.signals import StopRequest, die_with_parent
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parent = os.getppid()
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, as in `gptexp train`
-    parser = argparse.ArgumentParser(prog="gptexp resume", description=main.__doc__)
+    parser = Parser("resume", main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: as before)")
     parser.add_argument("--sharding", choices=SHARDINGS, help="what each rank has a part of (default: as before)")

@@ -1,8 +1,8 @@
 """`gptexp rm`: removes runs and sweeps, or only their unneeded checkpoints."""
 
-import argparse
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.terminal import confirmed, print_error, run_verb, say, terminal_width, warn
 from gptexp.process.words import size_shown
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     the newest intact one, those that a changed train.keep_… key keeps, and the best one of a diverged run. And what
     saves and removals that were killed have left.
     """
-    parser = argparse.ArgumentParser(prog="gptexp rm", description=main.__doc__)
+    parser = Parser("rm", main.__doc__)
     parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="a run, or a sweep")
     parser.add_argument(
         "--unneeded-checkpoints", action="store_true",

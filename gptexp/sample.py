@@ -1,4 +1,4 @@
-"""`gptexp sample DIR`: text from the newest checkpoint of a run, or of a sweep's best run."""
+"""`gptexp sample DIR`: text from a checkpoint of a run, or of a sweep's best run."""
 
 import argparse
 import os
@@ -8,21 +8,20 @@ from contextlib import suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from itertools import count
-from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import LIMIT
 from gptexp.process.terminal import emit_part, print_error, run_verb, say
-from gptexp.reporting.statistics.best import one_run
-from gptexp.storage import run_dir
+from gptexp.reporting.statistics.best import one_checkpoint
 
 Pieces = Iterator[tuple[int, str]]  # as `stream` yields them: (number of the sample, text)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Generate text with the newest checkpoint of a run, or of a sweep's best run, and print it as it comes."""
-    parser = argparse.ArgumentParser(prog="gptexp sample", description=main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run's directory, or a sweep's")
+    """Generate text with a checkpoint of a run, or of a sweep's best run, and print it as it comes."""
+    parser = Parser("sample", main.__doc__)
+    parser.add_checkpoint()
     parser.add_argument(
         "--prompt",
         default="",
@@ -55,14 +54,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.num_samples is None:
         args.num_samples = 1 if args.interactive else 3
     _check(args)
-    directory = one_run(args.directory)
-    run_dir.require_checkpoint(directory, args.ema)
+    directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
     prompt = _prompt(args.prompt)
 
     from gptexp.model.generate import Sampling, stream
     from gptexp.run.load import load_run
 
-    model, tokenizer, _ = load_run(directory, args.ema)
+    model, tokenizer, _ = load_run(directory, args.ema, step)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     if args.interactive:
         _converse(lambda text, n: stream(model, tokenizer, text, args.num_samples, replace(how, seed=how.seed + n)))

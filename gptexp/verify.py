@@ -1,7 +1,6 @@
 """`gptexp verify`: check gptexp's promises on this machine."""
 
-import argparse
-
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
 
@@ -10,7 +9,7 @@ WORLD_SIZES = (1, 2, 4, 8)
 
 def main(argv: list[str] | None = None) -> int:
     """Check on this machine that gradients do not depend on how a step is split, and that resuming is exact."""
-    parser = argparse.ArgumentParser(prog="gptexp verify", description=main.__doc__)
+    parser = Parser("verify", main.__doc__)
     parser.add_argument("--world-size", type=int, metavar="N", help="1, 2, 4 or 8 ranks (one per GPU; 2 on a CPU)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(argv)

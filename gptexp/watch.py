@@ -1,8 +1,8 @@
 """`gptexp watch DIR`: a run, a sweep or a directory with many as a live page."""
 
-import argparse
 from pathlib import Path
 
+from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.terminal import run_verb, say
 
@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> None:
 
     A directory that does not exist yet is shown as soon as it does. Ctrl-C ends the page.
     """
-    parser = argparse.ArgumentParser(prog="gptexp watch", description=main.__doc__)
+    parser = Parser("watch", main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="of a run, of a sweep, or of many (outputs)")
     parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free port if it is taken")
     args = parser.parse_args(argv)

@@ -41,7 +41,7 @@ FENCES = {
     "lm_eval": {"run/harness.py"},
     "pytorch_optimizer": {"optim"},
     "schedulefree": {"optim"},
-    "argparse": {TOP, "command/hydra_main.py", "command/completion.py"},
+    "argparse": {TOP, "command"},
     "rich": {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",
         "reporting/page/write.py", "run/benchmark.py", "run/communication.py",
@@ -213,7 +213,7 @@ def test_no_file_instantiates_from_a_config_evaluates_text_or_unpickles() -> Non
     loads = 0
     for file in FILES.values():
         for name in file.imports:
-            if name not in ("pickle.UnpicklingError", "pickle.Unpickler"):
+            if name not in ("pickle.UnpicklingError", "pickle._Unpickler"):
                 assert name.split(".")[0] not in {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, file.name
         for node in ast.walk(file.tree):
             if isinstance(node, ast.ClassDef) and "Unpickler" in map(ast.unparse, node.bases):

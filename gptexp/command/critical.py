@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.batch import BatchPlan
-from gptexp.config.branching import run_and_step
 from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted
@@ -62,7 +61,7 @@ def judge_batch(cfg: Config, batch: BatchPlan, directory: Path | None) -> Verdic
     """
     if directory is None and cfg.branch_from is None:
         return None
-    source = directory or Path(run_and_step(cfg.branch_from or "")[0])
+    source = directory or Path(run_dir.run_and_checkpoint(cfg.branch_from or "")[0])
     size = _noise_scale_of(source) if directory is None or run_dir.is_run(source) else _size_of_sweep(source)
     if size is None:
         if directory is None:

@@ -23,6 +23,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from gptexp.command.arguments import Once
 from gptexp.config.compose import (
     composition,
     hydra_engine,
@@ -94,6 +95,9 @@ def train_parser() -> ArgumentParser:
     """Hydra's own parser, which has no public name."""
     parser = get_args_parser()
     parser.error = _usage_error  # type: ignore[method-assign]
+    for action in parser._actions:
+        if action.option_strings and type(action) is parser._registry_get("action", None):
+            action.__class__ = Once
     return parser
 
 
@@ -123,7 +127,7 @@ def short_forms_parser() -> ArgumentParser:
     """The parser of `--tag T` and `--note TEXT`."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tag", action="append")
-    parser.add_argument("--note")
+    parser.add_argument("--note", action=Once)
     return parser
 
 

@@ -11,7 +11,6 @@ import torch
 
 from gptexp.command.critical import Verdict, judge_batch
 from gptexp.command.prediction import Computing, Prediction, predict
-from gptexp.config.branching import run_and_step
 from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import lr_in_words, scaled_optim
@@ -35,6 +34,7 @@ from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted, duration, rounded, titled
 from gptexp.run.calibrate import Duration, Pace, pace, sample, sample_alone
+from gptexp.storage import run_dir
 
 MOST_EPOCHS = 4  # up to so many, repeated text is nearly as good as new (Muennighoff et al. 2023, arXiv 2305.16264)
 ASSUMED_MFU = 0.4  # Llama 3 trained at 38 to 43% (arXiv 2407.21783, table 4)
@@ -211,7 +211,7 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     on_gpus_here = isinstance(device, torch.device) and device.type == "cuda"
     rank = Rank(0, world_size, 0, min(world_size, torch.cuda.device_count()) if on_gpus_here else world_size)
     if cfg.branch_from is not None:
-        earlier = load_effective(Path(run_and_step(cfg.branch_from)[0]))
+        earlier = load_effective(Path(run_dir.run_and_checkpoint(cfg.branch_from)[0]))
 
     def resolved(config: Config) -> Effective:
         return resolve(config, device, rank, earlier, n_vocab or ASSUMED_CHARACTERS)

@@ -7,7 +7,6 @@ bit, that of one uninterrupted run with the branch's schedule.
 
 import copy
 import math
-import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -49,15 +48,6 @@ class Parent:
     def short_name(self) -> str:
         """`name` without the path of the folder that contains the run."""
         return f"{self.directory.name}@{self.step}"
-
-
-def run_and_step(branch_from: str) -> tuple[str, int | None]:
-    """The run's directory and the step in `RUN_DIR@STEP`; the step is None if it is not given."""
-    directory, _, step = branch_from.rpartition("@")
-    is_step = re.fullmatch(r"[0-9]{1,15}", step) is not None
-    if not directory or not is_step or os.path.isdir(branch_from):  # noqa: PTH112  Path.is_dir raises for a long name
-        return branch_from, None
-    return directory, int(step)
 
 
 def first_step(branch_from: str | None) -> int:
@@ -165,8 +155,12 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
 
 def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now: Schedule) -> Iterator[Problem]:
     """The problem if a step of `parent` would have had another learning rate in the branch; names the first one."""
-    sizes, tokens = config.batch.step_sizes, 0
-    for step in range(parent.step):
+    if before == now:
+        return
+    sizes = config.batch.step_sizes
+    first = max(0, sizes.steps_to(min(before.peak_ends, now.peak_ends)) - 1)  # they have the same warm-up
+    tokens = sizes.tokens_after(first)
+    for step in range(first, parent.step):
         step_tokens = sizes.at(tokens)
         was, would_be = (schedule.lr_factor(tokens, step_tokens) for schedule in (before, now))
         tokens += step_tokens

@@ -1,11 +1,13 @@
 """Paths: files and globs in the configuration, the YAML files, and the flags that name YAML files."""
 
 import glob
+import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ HUB_MODELS = {
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 Groups = dict[str, dict[str, Path]]  # group -> option -> its file
+Reading = tuple[str, str, str | None]  # how files become text: see `DataConfig.reading`
 
 
 def conf_dir() -> Path:
@@ -108,14 +111,49 @@ def user_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"gptexp-{os.getuid()}"
 
 
+def cache_dir(given: str | None) -> Path:
+    """The directory of token files: `given` (data.cache_dir), else $GPTEXP_CACHE, else the user's cache directory."""
+    return Path(given or os.environ.get("GPTEXP_CACHE") or user_cache_dir())
+
+
+def remember_key(cache: Path, patterns: Sequence[str], reading: Reading, key: str) -> None:
+    """Record in the cache that the files of `patterns`, in this reading, have this key of 16 digits.
+
+    A cache that cannot be written stays as it is.
+    """
+    record = _record(cache, patterns, reading)
+    with suppress(OSError):
+        if not is_file(record) or record.read_text() != key:
+            record.parent.mkdir(exist_ok=True)
+            record.write_text(key)
+
+
+def remembered_key(cache: Path, patterns: Sequence[str], reading: Reading) -> str | None:
+    """The key under which the cache has tokens of the files of `patterns`; None if there are none, or one file is left.
+
+    A text that has changed has another key, so only the tokens of a text that is gone are found.
+    """
+    if not any(map(exists, patterns)):
+        with suppress(OSError, ValueError):
+            key = _record(cache, patterns, reading).read_text()
+            if re.fullmatch("[0-9a-f]{16}", key) and any(map(is_file, cache.glob(f"*-{key}/manifest.json"))):
+                return key
+    return None
+
+
+def _record(cache: Path, patterns: Sequence[str], reading: Reading) -> Path:
+    return cache / "texts" / hashlib.sha256(json.dumps([*reading, *patterns]).encode()).hexdigest()[:16]
+
+
 def is_hub_model(name: str) -> bool:
     """Whether `init_from=name` names a model of the hub: a short name, or OWNER/NAME that is no path here.
 
-    A revision may follow: NAME@REVISION.
+    A revision may follow: NAME@REVISION. A path may be followed by a checkpoint: RUN_DIR@STEP.
     """
-    if name.partition("@")[0] in HUB_MODELS:
+    model = name.partition("@")[0]
+    if model in HUB_MODELS:
         return True
-    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
+    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists() and not Path(model).exists()
 
 
 def is_hub_name(value: Any) -> bool:
@@ -141,6 +179,11 @@ def matching_files(pattern: str) -> list[Path]:
     return [Path(p) for p in sorted(glob.glob(pattern, recursive=True)) if is_file(Path(p))]
 
 
+def exists(pattern: str) -> bool:
+    """Whether `pattern` matches a file, or is a saved data set. Raises `ConfigError` for a damaged one."""
+    return bool(saved_dataset_files(Path(pattern)) or matching_files(pattern))
+
+
 def no_files(pattern: str) -> str:
     """Why `pattern` matches no file, and what to give."""
     if os.path.isdir(pattern):  # noqa: PTH112  Path.is_dir raises `OSError` for a long name
@@ -164,7 +207,9 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     try:
         content = json.loads(state.read_text())
         files = [folder / str(entry["filename"]) for entry in content["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if missing := [file.name for file in files if not is_file(file)]:
+            raise ValueError(f"it names {shown(missing[0])}, which is missing")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"not that of a saved data set ({first_line(error)}); save it again"
         raise ConfigError(f"{state}: {rule}", "data-set-damaged") from None
     if content.get("_indices_files"):

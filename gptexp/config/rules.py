@@ -464,13 +464,17 @@ def _paths(cfg: Config, _: int) -> Iterator[Problem]:
         if not paths.is_path_list(value):
             yield _refusal(cfg, key, "not-a-path", "must be a file, a glob or a list of them")
             continue
-        for pattern in paths.path_list(value):
-            if not _exists(pattern) and not (cfg.data.name == "tokens" and Path(pattern).is_dir()):
-                yield Problem("no-such-file", f"{key}={shown(pattern)}: {paths.no_files(pattern)}")
+        yield from _missing(cfg, key, paths.path_list(value))
 
 
-def _exists(pattern: str) -> bool:
-    return bool(paths.saved_dataset_files(Path(pattern)) or paths.matching_files(pattern))
+def _missing(cfg: Config, key: str, patterns: list[str]) -> Iterator[Problem]:
+    """A line for each pattern without a file, unless the whole text is gone and the cache has its tokens."""
+    missing = [pattern for pattern in patterns if not paths.exists(pattern)]
+    if cfg.data.name == "tokens":
+        missing = [pattern for pattern in missing if not Path(pattern).is_dir()]
+    if missing and not paths.remembered_key(paths.cache_dir(cfg.data.cache_dir), patterns, cfg.data.reading):
+        for pattern in missing:
+            yield Problem("no-such-file", f"{key}={shown(pattern)}: {paths.no_files(pattern)}")
 
 
 def _corpus(cfg: Config, _: int) -> Iterator[Problem]:
@@ -512,8 +516,7 @@ def _mix(cfg: Config, _: int) -> Iterator[Problem]:
             yield Problem("corpus-missing", f"{key}={shown(source)}: {rule}")
         if d.name != "text":
             continue
-        if not _exists(source):
-            yield Problem("no-such-file", f"{key}={shown(source)}: {paths.no_files(source)}")
+        yield from _missing(cfg, key, [source])
         for file in paths.matching_files(source):
             if (other := source_of.setdefault(file, source)) != source:
                 rule = f"{file} is in {shown(other)} and in {shown(source)}; give each file to one source"

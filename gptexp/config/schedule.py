@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from gptexp.config.schema import Config
+from gptexp.process.fields import LIMIT
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,27 @@ class Schedule:
             return (tokens_before + step_tokens) / self.warmup_tokens
         return self._decay(max(tokens_before, self.warmup_tokens))
 
+    @property
+    def peak_ends(self) -> int:
+        """The tokens up to which the factor is that of the warm-up, and then 1."""
+        if self.name == "constant":
+            return LIMIT
+        if self.name == "inverse_sqrt":
+            return self.warmup_tokens
+        return min(self._decay_start, self.decay_tokens)
+
+    @property
+    def _decay_start(self) -> int:
+        if self.name != "wsd":
+            return self.warmup_tokens
+        return max(self.warmup_tokens, round((1 - self.cooldown_ratio) * self.decay_tokens))
+
     def _decay(self, tokens: int) -> float:
         if self.name == "constant":
             return 1.0
         if self.name == "inverse_sqrt":
             return math.sqrt(self.warmup_tokens / tokens)
-        start = self.warmup_tokens
-        if self.name == "wsd":
-            start = max(start, round((1 - self.cooldown_ratio) * self.decay_tokens))
+        start = self._decay_start
         if tokens >= self.decay_tokens:
             return self.min_lr_ratio
         x = max(0.0, (tokens - start) / (self.decay_tokens - start))  # completed share of the decay

@@ -8,6 +8,7 @@ Most lengths have two keys, one in tokens and one in steps (`warmup_tokens`, `wa
 by default, because the meaning of a length in steps depends on the batch size. If it is set, it takes precedence.
 """
 
+import codecs
 import dataclasses
 import fnmatch
 import hashlib
@@ -228,6 +229,11 @@ class DataConfig:
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
 
     @property
+    def reading(self) -> tuple[str, str, str | None]:
+        """How files become text: the column, the encoding by its one name, and the separator."""
+        return self.text_column, codecs.lookup(self.encoding).name, self.separator
+
+    @property
     def validates(self) -> bool:
         """Whether a run has validation windows."""
         return self.val_tokens > 0 or self.val_ratio is not None
@@ -345,11 +351,12 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     fitted: FittedConfig = field(default_factory=FittedConfig)
-    init_from: str | None = None  # weights that the run starts from: a run directory, a directory that transformers
-    # saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of the Hugging Face hub
+    init_from: str | None = None  # weights that the run starts from: RUN_DIR (also RUN_DIR@STEP, RUN_DIR@best), a
+    # directory that transformers saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of
+    # the Hugging Face hub
 
     branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
-    # RUN_DIR@STEP, or RUN_DIR for the newest; keys not set on the command line come from that run
+    # RUN_DIR@STEP, RUN_DIR@best, or RUN_DIR for the newest; keys not set on the command line come from that run
 
     @property
     def seq_len(self) -> int:

@@ -1,13 +1,13 @@
 """The cache of tokens: one process makes each directory once, and complete parts of an unfinished one stay."""
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gptexp.config.paths import is_file, user_cache_dir
+from gptexp.config import paths
+from gptexp.config.paths import is_file
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, NAMES
 from gptexp.data.characters import CharTokenizer
@@ -20,8 +20,8 @@ from gptexp.storage.run_dir import TOKENIZER
 
 
 def cache_dir(data: DataConfig) -> Path:
-    """The directory of token files: data.cache_dir, else $GPTEXP_CACHE, else the user's cache directory."""
-    return Path(data.cache_dir or os.environ.get("GPTEXP_CACHE") or user_cache_dir())
+    """The directory of token files."""
+    return paths.cache_dir(data.cache_dir)
 
 
 def downloads_dir(data: DataConfig) -> Path:

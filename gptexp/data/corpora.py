@@ -3,17 +3,17 @@
 A corpus is a list of files in a fixed order. A part of it, small enough for one worker, is a list of spans.
 """
 
-import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 from gptexp.config.paths import matching_files, no_files, saved_dataset_files
+from gptexp.config.schema import DataConfig
 from gptexp.data import hub
 from gptexp.data.decoding import UTF_8
 from gptexp.data.documents import HubFile, Part, Span, next_cut, row_group_bytes, span_of
@@ -64,6 +64,7 @@ class HubCorpus:
     subset: str | None
     split: str
     max_tokens: int | None  # because it can be larger than a disk
+    column: str  # data.text_column
     name: str = "hf"
 
     @property
@@ -73,7 +74,8 @@ class HubCorpus:
     @property
     def key(self) -> str:
         wanted = "" if self.max_tokens is None else f"\0{self.max_tokens}"
-        return hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{self.repo}\0{self.subset}\0{self.split}{wanted}".encode()).hexdigest()[:16]
+        return _with_column(key, self.column)
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[HubFile]:
         if Path(self.repo.partition("@")[0]).exists():
@@ -91,6 +93,8 @@ class Files:
 
     name: str
     files: list[Path]
+    patterns: tuple[str, ...] = ()  # that have matched them; empty: the cache does not remember their key
+    column: str = DataConfig.text_column
     encoding: str = UTF_8  # of text without a byte-order mark, as Python's codecs name it
     separator: str | None = None  # the line between two documents in text; None: all of a file is one
 
@@ -115,7 +119,7 @@ class Files:
             digest.update(os.fsencode(file) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}\n".encode())
         if (self.encoding, self.separator) != (UTF_8, None):  # keys of files that are read by default are older
             digest.update(f"{self.encoding}\0{self.separator}".encode())
-        return digest.hexdigest()[:16]
+        return _with_column(digest.hexdigest()[:16], self.column)
 
     def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
         first: Span | None = None
@@ -125,6 +129,27 @@ class Files:
             if span.kind != first.kind:
                 raise DataError(f"{path}: {span.kind}, but {first.path} is {first.kind}; give files of one format")
             yield from _divided(span, cut_before, part_bytes)
+
+
+@dataclass(frozen=True)
+class GoneFiles:
+    """Files that were removed after they were tokenised."""
+
+    name: str
+    patterns: tuple[str, ...]
+    key: str
+    max_tokens: None = None
+
+    @property
+    def place(self) -> str:
+        return ", ".join(self.patterns)
+
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span]:
+        raise DataError(f"{self.patterns[0]}: {no_files(self.patterns[0])}")
+
+
+def _with_column(key: str, column: str) -> str:
+    return key if column == DataConfig.text_column else hashlib.sha256(f"{key} {column}".encode()).hexdigest()[:16]
 
 
 def stdlib() -> Files:
@@ -139,7 +164,9 @@ def stdlib() -> Files:
     return Files("stdlib", files)
 
 
-def text(patterns: list[str], encoding: str = UTF_8, separator: str | None = None) -> Files:
+def text(
+    patterns: Sequence[str], column: str = DataConfig.text_column, encoding: str = UTF_8, separator: str | None = None
+) -> Files:
     """The matching files, each once, in the order of `patterns`. Raises `DataError` if a pattern matches no file."""
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -147,7 +174,7 @@ def text(patterns: list[str], encoding: str = UTF_8, separator: str | None = Non
         if not matching:
             raise DataError(f"{pattern}: {no_files(pattern)}")
         files.update(dict.fromkeys(matching))
-    return Files("text", list(files), codecs.lookup(encoding).name, separator)
+    return Files("text", list(files), tuple(patterns), column, encoding, separator)
 
 
 def parts(corpus: Corpus, cut_before: str, part_bytes: int) -> list[Part]:
@@ -185,4 +212,5 @@ def _divided(span: Span, cut_before: str, part_bytes: int) -> Iterator[Span]:
 
 def shakespeare(downloads: Path) -> Files:
     """Tiny Shakespeare, downloaded into `downloads` if it is missing there. Raises `DataError`."""
-    return Files("shakespeare", [downloaded(SHAKESPEARE, downloads)])
+    file = downloaded(SHAKESPEARE, downloads)
+    return Files("shakespeare", [file], (str(file),))

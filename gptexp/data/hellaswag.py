@@ -49,7 +49,7 @@ def _example(where: str, line: str, tokenizer: Tokenizer) -> Example:
     try:
         content: Any = json.loads(line)
         context, endings, label = content["ctx"], content["endings"], content["label"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{where}: no example of HellaSwag ({type(error).__name__}: {first_line(error)})") from None
     are_texts = isinstance(endings, list) and all(isinstance(text, str) and text for text in [context, *endings])
     if not (are_texts and len(endings) > 1 and type(label) is int and 0 <= label < len(endings)):

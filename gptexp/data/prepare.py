@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from gptexp.config.paths import is_file, path_list
+from gptexp.config.paths import is_file, path_list, remember_key, remembered_key
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, VOCAB_SIZES
 from gptexp.data import corpora, references
@@ -26,12 +25,14 @@ from gptexp.data.tokenizer import load_tokenizer
 from gptexp.data.tokenizer_file import END_OF_TEXT, FileTokenizer
 from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import DataError
+from gptexp.process.terminal import warn
 from gptexp.process.words import counted
 from gptexp.storage.run_dir import TOKENIZER
 
 PART_BYTES = 16 << 20  # bytes of text that a worker tokenises at a time
 FILE_TOKENS = 100_000_000  # rough size of a file of the hub; limits the processes, so that none reads an unneeded file
 LAYOUT = 1  # version of a directory of tokens
+_said: set[corpora.GoneFiles] = set()  # of which this process has said that they are gone
 
 
 def prepare(data: DataConfig) -> tuple[Path, Path | None]:
@@ -66,8 +67,9 @@ def _mixed(data: DataConfig) -> Path:
 
 def validation_corpus(data: DataConfig, train: Path) -> tuple[corpora.Corpus, DataConfig]:
     """The corpus `data.val_path`, and the config with the tokenizer of the training tokens in `train`."""
-    own = train / TOKENIZER
-    return _text(data.val_path, data), replace(data, tokenizer=str(own)) if is_file(own) else data
+    if is_file(own := train / TOKENIZER):
+        data = replace(data, tokenizer=str(own))
+    return _text(path_list(data.val_path), data), data
 
 
 def count_ids(data: DataConfig) -> int | None:
@@ -90,7 +92,8 @@ def prepared_dir(data: DataConfig) -> Path | None:
         directories = {path: directory for path, directory in found.items() if directory is not None}
         target = mix_dir(cache_dir(data), directories, data.mix, data.max_tokens)
         return target if len(directories) == len(found) and is_file(target / MANIFEST) else None
-    if data.name == "shakespeare" and not is_file(downloads_dir(data) / corpora.SHAKESPEARE.name):
+    download = str(downloads_dir(data) / corpora.SHAKESPEARE.name)
+    if data.name == "shakespeare" and not (is_file(Path(download)) or _gone("shakespeare", [download], data)):
         return None
     directory = tokens_dir(find_corpus(data), data)
     return directory if is_file(directory / MANIFEST) else None
@@ -103,29 +106,48 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
     if data.name == "shakespeare":
         downloads = downloads_dir(data)
         exists = is_file(downloads / corpora.SHAKESPEARE.name)  # then no lock, as the cache may be read-only
+        if not exists and (gone := _gone("shakespeare", [str(downloads / corpora.SHAKESPEARE.name)], data)):
+            return gone
         with nullcontext() if exists else lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
     if data.name == "hf":
-        return corpora.HubCorpus(data.path, data.subset, data.split, data.max_tokens)
-    return _text(data.path, data)
+        return corpora.HubCorpus(data.path, data.subset, data.split, data.max_tokens, data.text_column)
+    return _text(path_list(data.path), data)
 
 
-def _text(path: Any, data: DataConfig) -> corpora.Files:
-    return corpora.text(path_list(path), data.encoding, data.separator)
+def _text(patterns: list[str], data: DataConfig) -> corpora.Corpus:
+    try:
+        return corpora.text(patterns, *data.reading)
+    except DataError:
+        if gone := _gone("text", patterns, data):
+            return gone
+        raise
+
+
+def _gone(name: str, patterns: list[str], data: DataConfig) -> corpora.GoneFiles | None:
+    """The files of `patterns` if all are gone and the cache has their tokens; the first call says so."""
+    if not (key := remembered_key(cache_dir(data), patterns, data.reading)):
+        return None
+    gone = corpora.GoneFiles(name, tuple(patterns), key)
+    if not is_file((directory := tokens_dir(gone, data)) / MANIFEST):  # those of another tokenizer
+        return None
+    if gone not in _said:
+        _said.add(gone)
+        warn(f"{gone.place}: gone since it was tokenised; its tokens in the cache are used: {directory}")
+    return gone
 
 
 def tokens_dir(corpus: corpora.Corpus, data: DataConfig) -> Path:
     """The directory of the prepared tokens of `corpus`."""
-    key = corpus.key
-    if data.text_column != DataConfig.text_column:
-        key = hashlib.sha256(f"{key} {data.text_column}".encode()).hexdigest()[:16]
-    return cache_dir(data) / f"{corpus.name}-{label(data.tokenizer)}-v{LAYOUT}-{key}"
+    return cache_dir(data) / f"{corpus.name}-{label(data.tokenizer)}-v{LAYOUT}-{corpus.key}"
 
 
 def _tokenised(corpus: corpora.Corpus, data: DataConfig) -> Path:
     target = tokens_dir(corpus, data)
     build_once(target, lambda: _tokenise(corpus, data, target))
     verify(target)
+    if isinstance(corpus, corpora.Files) and corpus.patterns:
+        remember_key(cache_dir(data), corpus.patterns, data.reading, corpus.key)
     return target
 
 

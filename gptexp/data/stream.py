@@ -17,6 +17,7 @@ import numpy as np
 
 from gptexp.data.shards import HEADER, MANIFEST, VERSIONS, Tokens, header
 from gptexp.process.errors import DataError, first_line
+from gptexp.process.fields import LIMIT
 from gptexp.process.words import counted, shown
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import atomic
@@ -111,12 +112,13 @@ def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
     path = directory / MANIFEST
     try:
         content = read_json(path)
-        max_id = int(content["max_id"])
-        n_vocab = int(content["n_vocab"])
-        shares = {str(source): int(tokens) for source, tokens in content.get("shares", {}).items()}
+        max_id, n_vocab = _count(content["max_id"]), _count(content["n_vocab"])
+        shares = {str(source): _count(tokens) for source, tokens in content.get("shares", {}).items()}
         if "dtype" in content:
+            if content["dtype"] not in ("<u2", "<u4"):
+                raise ValueError(f"dtype {shown(content['dtype'])} is neither <u2 nor <u4")
             dtype = np.dtype(content["dtype"])
-            shards = [_foreign(entry) for entry in content["shards"]]
+            shards = [_foreign(entry, dtype.itemsize) for entry in content["shards"]]
         else:
             dtype = np.dtype(f"<u{_id_bytes(content['version'])}")
             shards = [_own(entry, directory, dtype.itemsize) for entry in content["shards"]]
@@ -124,6 +126,8 @@ def read_manifest(directory: Path, check_files: bool = True) -> Manifest:
                 raise ValueError("it lists a file twice")
         if n_vocab <= max_id:
             raise ValueError(f"max_id {max_id:,} is not below n_vocab {n_vocab:,}")
+        if n_vocab > 256**dtype.itemsize:
+            raise ValueError(f"n_vocab {n_vocab:,} is too large for ids of {8 * dtype.itemsize} bits")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             f"{path}: not a valid manifest ({type(error).__name__}: {first_line(error)}); delete {directory} to "
@@ -141,16 +145,25 @@ def _id_bytes(version: Any) -> int:
     return found[0]
 
 
+def _count(value: Any) -> int:
+    """`value`, if it is a number of things. Raises `ValueError`."""
+    if not isinstance(value, int) or not 0 <= value < LIMIT:
+        raise ValueError(f"{shown(value)} is not a whole number from 0 to 2^63 - 1")
+    return value
+
+
 def _own(entry: dict[str, Any], directory: Path, id_bytes: int) -> Shard:
-    path, tokens = directory / entry["file"], int(entry["tokens"])
+    path, tokens = directory / entry["file"], _count(entry["tokens"])
     if path.parent != directory or path.name.startswith("."):
         raise ValueError(f"{path.name} is not a file in its directory")
     return Shard(path, tokens, str(entry["sha256"]), HEADER.size, HEADER.size + id_bytes * tokens, is_own=True)
 
 
-def _foreign(entry: dict[str, Any]) -> Shard:
-    offset, size = int(entry["offset"]), int(entry["size"])
-    return Shard(Path(entry["path"]), int(entry["tokens"]), str(entry["sha256"]), offset, size, is_own=False)
+def _foreign(entry: dict[str, Any], id_bytes: int) -> Shard:
+    offset, size, tokens = (_count(entry[key]) for key in ("offset", "size", "tokens"))
+    if offset + id_bytes * tokens > size:
+        raise ValueError(f"{entry['path']}: {tokens:,} ids from byte {offset:,} exceed its {counted(size, 'byte')}")
+    return Shard(Path(entry["path"]), tokens, str(entry["sha256"]), offset, size, is_own=False)
 
 
 def write_references(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from pickle import Unpickler, UnpicklingError
+from pickle import UnpicklingError, _Unpickler
 from typing import Any, NoReturn
 
 import numpy as np
@@ -334,8 +334,11 @@ def characters_in(folder: Path) -> str:
     return "".join(characters)
 
 
-class _PlainUnpickler(Unpickler):
-    """Loads numbers, text, lists and dictionaries, and refuses everything that could run code."""
+class _PlainUnpickler(_Unpickler):
+    """Loads numbers, text, lists and dictionaries, and refuses everything that could run code.
+
+    It is Python's own: the one in C makes room for as many objects as a number in the file says.
+    """
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise UnpicklingError(f"it refers to {module}.{name}, which is not plain data")

@@ -15,6 +15,7 @@ from gptexp.process.errors import ConfigError, DataError, first_line
 
 # The usual names of the special token that ends a document; the first one that a file has is used.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+MOST_IDS = 16  # most ids for each token: a few tokenizers leave some out
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte that is no character
 _BYTES = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 # Characters with every byte of UTF-8, and those that tokenizers change: capitals, blanks, control characters, ….
@@ -46,7 +47,10 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True  # a special token's name in a text is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.n_vocab = max(self._vocab.values()) + 1
+        self.n_vocab = max(self._vocab.values(), default=0) + 1
+        if self.n_vocab > MOST_IDS * (len(self._vocab) + 64):  # each id takes memory
+            largest, has = f"its largest id is {self.n_vocab - 1:,}", f"it has {len(self._vocab):,} tokens"
+            raise DataError(f"{path}: {largest}, and {has}; number the tokens without such gaps")
         self.path = path
         self.eot_text = next((name for name in END_OF_TEXT if name in self._vocab), None)
         self.eot_token = None if self.eot_text is None else self._vocab[self.eot_text]

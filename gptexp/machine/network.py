@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from gptexp.config.schema import Config, DataConfig
+from gptexp.config.schema import Config, DataConfig, from_dict
 from gptexp.data.cache import cache_dir
 from gptexp.distributed.ranks import count_cores
 from gptexp.machine.cpu import fingerprint
 from gptexp.model.allreduce import NCCL, Network, ways_of
 from gptexp.model.gpus import GPUS_PER_NODE, NETWORKS, UNKNOWN_GPU, Gpu, Link, gpu_of
-from gptexp.process.errors import UserError
 from gptexp.storage import run_dir
 
 FOLDER = "measured"  # in the cache directory
@@ -128,10 +127,11 @@ def recall(data: DataConfig, backend: str, comm: str, ranks: int, gpu: str) -> l
 
     measured = []
     for path in sorted((cache_dir(data) / FOLDER).glob(f"{PREFIX}*.json")):
-        with suppress(UserError, KeyError, TypeError):  # from a file that is cut off or of another version
+        with suppress(ValueError, KeyError, TypeError):  # from a file that is cut off or of another version
             values = run_dir.read_json(path)
-            of, parts = values.pop("machine"), {key: Fitted(**values[key]) for key in PARTS if values[key] is not None}
-            one = AllReduce(**{**values, **parts})
-            if one.backend == backend and holds(of):
+            of = values.pop("machine")
+            parts = {key: from_dict(values[key], Fitted) for key in PARTS if values[key] is not None}
+            one: AllReduce = from_dict({**values, **parts}, AllReduce)
+            if 0 < one.nodes <= one.ranks and one.backend == backend and holds(of):
                 measured.append(one)
     return sorted(measured, key=lambda one: (one.comm != comm, abs(one.ranks - ranks)))

@@ -45,14 +45,14 @@ _FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # the folders of an abso
 TASK = {"type": "text-generation", "name": "Text generation"}
 
 
-def export(directory: Path, out: Path, name: str, averaged: bool = False) -> None:
-    """Write the newest checkpoint of the run in `directory` to `out`, which must be new or empty: all or nothing.
+def export(directory: Path, out: Path, name: str, averaged: bool = False, step: int | None = None) -> None:
+    """Write a checkpoint of the run in `directory` to `out`, which must be new or empty: all or nothing.
 
     The weights are float32. Rows of the embedding that are padding are left out, so that every id has a token. `name`
-    is the model's name in its card; `averaged` takes the average of the weights. Raises `ConfigError`,
-    `CheckpointError` or `StorageError`.
+    is the model's name in its card; `averaged` takes the average of the weights. `step` is that of the checkpoint, None
+    for the newest. Raises `ConfigError`, `CheckpointError` or `StorageError`.
     """
-    loaded = load_checkpointed(directory, averaged)
+    loaded = load_checkpointed(directory, averaged, step)
     tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
     report = build_report(directory)
     [run] = report.analysis.runs

@@ -29,13 +29,13 @@ VOCABULARY = "vocab.json"  # the file of GPT-2's tokenizer in transformers
 
 
 def choose_weights(source: Source, model: ModelConfig) -> Source:
-    """Return `source`; for a run, with its newest intact checkpoint, whose files are all read to check them.
+    """Return `source`; for a run, with its checkpoint, whose files are all read to check them.
 
     Raises `CheckpointError` if the files are too small for `model`, before a model of that size is built.
     """
     parameters = count_parameters(model)
     if source.kind == "run":
-        path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS)
+        path, _ = checkpoint.newest(source.path / run_dir.CHECKPOINTS, source.step)
         checkpoint.refuse_other_size(path, parameters)
         return replace(source, checkpoint=path)
     files = find_weight_files(source.path) if source.kind == "transformers" else [source.path]

@@ -23,7 +23,7 @@ from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn
 from gptexp.process.words import shown
-from gptexp.reporting.statistics.best import one_run
+from gptexp.reporting.statistics.best import one_checkpoint
 from gptexp.run.first_weights import VOCABULARY, choose_weights, load_first_weights, tokenizer_of
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -33,7 +33,7 @@ from gptexp.training.evaluation import validation_loss
 
 @dataclass
 class LoadedRun:
-    """The newest checkpoint of a run, ready for use."""
+    """A checkpoint of a run, ready for use."""
 
     model: GPT  # in eval mode, on `device`
     config: Config
@@ -49,14 +49,14 @@ class LoadedRun:
         return self.state.val_loss_ema if self.averaged else self.state.val_loss
 
 
-def load_checkpointed(directory: Path | str, averaged: bool = False) -> LoadedRun:
-    """Load the newest valid checkpoint of a run, or the average of its weights.
+def load_checkpointed(directory: Path | str, averaged: bool = False, step: int | None = None) -> LoadedRun:
+    """Load the newest valid checkpoint of a run, or that of `step`; `averaged`: the average of its weights.
 
     Raises `ConfigError` or `CheckpointError`.
     """
     directory = Path(directory)
     config = run_dir.load_resolved(directory)
-    path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS)
+    path, state = checkpoint.newest(directory / run_dir.CHECKPOINTS, step)
     refuse_another_model(directory, config)
     checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
@@ -93,16 +93,20 @@ def _device(trained_on: str) -> torch.device:
         return pick_device("auto", Rank())
 
 
-def load_run(directory: Path | str, ema: bool = False) -> tuple[GPT, Tokenizer, Config]:
+def load_run(
+    directory: Path | str, ema: bool = False, checkpoint: int | str | None = None
+) -> tuple[GPT, Tokenizer, Config]:
     """Return the model in eval mode, its tokenizer and the run's config, for a notebook.
 
-    `directory` is that of a run, or of a sweep, whose best run is loaded. `model(x)` returns the logits (B, T, V) of
+    `directory` is that of a run, or of a sweep, whose best run is loaded. `checkpoint` is a step, "best" (the lowest
+    validation loss) or "last", the default; DIR@CHECKPOINT says the same. `model(x)` returns the logits (B, T, V) of
     token ids `x` (B, T), and `model(x, y)` the mean loss of the targets `y`. `ema` takes the averaged weights. Raises
-    `ConfigError` if there is no run, `CheckpointError` if it has no intact checkpoint or no average, and `DataError` if
-    the tokenizer cannot be downloaded.
+    `ConfigError` if there is no run or no such checkpoint, `CheckpointError` if it is not intact or has no average, and
+    `DataError` if the tokenizer cannot be downloaded.
     """
-    run = load_checkpointed(one_run(Path(directory)), ema)
-    return run.model, load_tokenizer(run.config.data.tokenizer, one_run(Path(directory))), run.config
+    path, step = one_checkpoint(str(directory), None if checkpoint is None else str(checkpoint), ema)
+    run = load_checkpointed(path, ema, step)
+    return run.model, load_tokenizer(run.config.data.tokenizer, path), run.config
 
 
 def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokenizer]:
@@ -111,7 +115,7 @@ def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokeni
     `averaged` takes the average of a run's weights.
     """
     if source.kind == "run":
-        return load_run(source.path, averaged)[:2]
+        return load_run(source.path, averaged, source.step)[:2]
     tokenizer, config = tokenizer_of(source), source.model()
     if tokenizer is None:
         raise ConfigError(
@@ -130,15 +134,13 @@ def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokeni
 
 
 def evaluate_checkpoint(
-    directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None, averaged: bool = False
+    loaded: LoadedRun, directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None
 ) -> dict[str, float]:
-    """Compute the validation loss and perplexity of a run's newest checkpoint on the validation text of `config`.
+    """Compute the validation loss and perplexity of a run's checkpoint on the validation text of `config`.
 
     If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
     `val_tokens` limits the number of held-out tokens that are used; raises `ConfigError` if the run has fewer.
-    `averaged` takes the average of the weights.
     """
-    loaded = load_checkpointed(directory, averaged)
     apply(loaded.effective)
     windows = None if val_tokens is None else count_val_windows(val_tokens, config.seq_len)
     dataset = build_dataset(config, windows)
@@ -158,7 +160,7 @@ def evaluate_checkpoint(
         loss = validation_loss(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
     tokens = len(dataset.val_starts) * dataset.seq_len
     found = {"step": loaded.state.step, "tokens": tokens, Metric.VAL_LOSS: loss, Metric.VAL_PPL: perplexity(loss)}
-    if averaged:
+    if loaded.averaged:
         found["ema"] = True
     tokenizer = load_tokenizer(config.data.tokenizer, directory)
     try:

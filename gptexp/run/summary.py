@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation, count_parameters
 from gptexp.model.parametrisation import describe
-from gptexp.process.errors import StorageError
+from gptexp.process.errors import CheckpointError, ConfigError, StorageError
 from gptexp.process.terminal import as_command, warn
 from gptexp.process.versions import git_commit, versions
 from gptexp.process.words import counted, duration, titled
@@ -205,5 +206,15 @@ def end_lines(summary: dict[str, Any], directory: Path, t: Training) -> list[str
         (verb, as_command([verb, str(directory)]))
         for verb in (["resume"] if stopped else ["report", "sample", "watch"])
     ]
-    best = summary["best_val_loss"]
-    return [end_line(summary, directory), *([] if best is None else [f"lowest val loss {best:.4f}"]), *titled(lines)]
+    if (best := summary["best_val_loss"]) is not None:
+        lines.insert(0, ("lowest val loss", f"{best:.4f}{_best_checkpoint(summary, directory)}"))
+    return [end_line(summary, directory), *titled(lines)]
+
+
+def _best_checkpoint(summary: dict[str, Any], directory: Path) -> str:
+    """How to load the best checkpoint, if it is not the last."""
+    with suppress(CheckpointError, ConfigError):  # none was evaluated, or kept
+        if (step := run_dir.choose_step(directory, run_dir.BEST, run_dir.BEST)) != summary["steps"]:
+            how = as_command(["sample", f"{directory}@{run_dir.BEST}"])
+            return f"; the best checkpoint is that of step {step}: {how}"
+    return ""

@@ -4,14 +4,11 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from gptexp.config import branching
 from gptexp.config.branching import Parent
 from gptexp.config.schema import Config, from_dict, result_deciding
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import reader, run_dir
-
-MOST_NAMED = 8  # most steps that an error lists
 
 
 def find(branch_from: str | None) -> Parent | None:
@@ -21,7 +18,7 @@ def find(branch_from: str | None) -> Parent | None:
     """
     if branch_from is None:
         return None
-    name, step = branching.run_and_step(branch_from)
+    name, checkpoint = run_dir.run_and_checkpoint(branch_from)
     given, directory = f"branch_from={shown(branch_from)}", Path(name).absolute()
     _refuse_no_run(given, directory)
     try:
@@ -32,12 +29,7 @@ def find(branch_from: str | None) -> Parent | None:
     steps = [run_dir.step_of(path) for path in published]
     if not published:
         raise CheckpointError(f"{given}: no checkpoint has been saved yet")
-    if step is not None and step not in steps:
-        more = " and earlier ones" if len(steps) > MOST_NAMED else ""
-        raise ConfigError(
-            f"{given}: no checkpoint of step {step}; the run has {', '.join(map(str, steps[:MOST_NAMED]))}{more} "
-            "(train.save_every_tokens says which are saved, train.keep_last and train.keep_every_tokens which are kept)"
-        )
+    step = run_dir.choose_step(directory, checkpoint, given)
     for path in published if step is None else [path for path in published if run_dir.step_of(path) == step]:
         with suppress(CheckpointError):
             return _of_checkpoint(path, directory, config, steps)

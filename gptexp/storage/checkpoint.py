@@ -309,8 +309,11 @@ def load_state(path: Path) -> TrainState:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def newest(directory: Path) -> tuple[Path, TrainState]:
-    """`load_latest` for a run that must have a checkpoint. Raises `CheckpointError` if there is none."""
+def newest(directory: Path, step: int | None = None) -> tuple[Path, TrainState]:
+    """`load_latest` for a run that must have a checkpoint; with `step`, that checkpoint. Raises `CheckpointError`."""
+    if step is not None:
+        path = directory / name_of(step)
+        return path, load_state(path)
     latest = load_latest(directory)
     if latest is None:
         raise CheckpointError(f"{directory}: no checkpoint has been saved yet")
@@ -406,7 +409,7 @@ def _checked(path: Path, hashes: bool = True) -> TrainState:
             raise CheckpointError(f"{missing[0]} is missing")
         files, layout = read_json(path / MANIFEST), layout_of(path)
         if len(files) != 1 + sum(layout.files.values()) or files.keys() != {*layout.names, STATE}:
-            raise CheckpointError(f"{MANIFEST} does not list the files of a checkpoint")
+            raise CheckpointError(f"{MANIFEST} does not list the files that {STATE} describes")
         for name in files:
             size, digest = files[name]
             actual_size = (path / name).stat().st_size

@@ -30,7 +30,8 @@ class Source:
     given: str  # the setting that names it, for errors
     kind: Literal["run", "transformers", "nanogpt"]
     path: Path  # a directory; for nanoGPT, a file
-    checkpoint: Path | None = None  # the run's checkpoint, once it is chosen
+    step: int | None = None  # of the run's checkpoint; None: its newest intact one
+    checkpoint: Path | None = None  # the run's checkpoint, once it is found
 
     def model(self) -> ModelConfig:
         """The model that the weights are for, without dropout. Raises `ConfigError` or `CheckpointError`."""
@@ -53,16 +54,17 @@ def find(name: str, given: str, weights: bool = False) -> Source:
         model, _, revision = name.partition("@")
         repository = HUB_MODELS.get(model, model)
         return Source(given, "transformers", hub.download_model(given, repository, revision or None, weights))
+    directory, chosen = run_dir.run_and_checkpoint(name)
+    if run_dir.is_run(Path(directory)):
+        return Source(given, "run", Path(directory), run_dir.choose_step(Path(directory), chosen, given))
     path = Path(name)
     if path.is_file():
         if path.suffix in (".safetensors", ".bin"):
             raise ConfigError(f"{given}: one file of a model; give the directory that it lies in")
         return Source(given, "nanogpt", path)
-    if run_dir.is_run(path):
-        return Source(given, "run", path)
     if (path / CONFIG_JSON).is_file():
         return Source(given, "transformers", path)
-    if (path / run_dir.SWEEP).is_file():
+    if (Path(directory) / run_dir.SWEEP).is_file():
         raise ConfigError(f"{given}: a sweep; give the directory of one of its runs")
     what = f"it has neither {run_dir.CONFIG} nor {CONFIG_JSON}" if path.is_dir() else "no such file or directory"
     raise ConfigError(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gptexp.config.branching import run_and_step
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError
 from gptexp.process.terminal import as_command
@@ -122,7 +121,7 @@ def starting_from(directory: Path) -> list[Path]:
     for run in (run for path in find(outputs) for run in (cells(path) if is_sweep(path) else [path])):
         with suppress(ConfigError, CheckpointError):
             config = run_dir.load_config(run)
-            start = run_and_step(config.branch_from)[0] if config.branch_from else config.init_from
+            start = run_dir.run_and_checkpoint(config.branch_from or config.init_from or "")[0]
             is_needed = start and Path(start).resolve().is_relative_to(directory.resolve())
             if is_needed and not run_dir.published(run / run_dir.CHECKPOINTS):
                 dependents.append(run)

@@ -50,6 +50,9 @@ SUMMARY = "summary.json"
 SWEEP = "sweep.json"
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-\d{8,}")  # name of a published checkpoint
+BEST, LAST = "best", "last"  # names of checkpoints, beside their steps
+NO_CHECKPOINT = "no-such-checkpoint"  # code of the error
+MOST_NAMED = 8  # most steps that an error lists
 PROFILE = "profile"
 HYDRA = ".hydra"  # Hydra's own record of the command line
 SUMMARY_TYPES: dict[str, Any] = {  # types of the values that gptexp reads
@@ -285,6 +288,64 @@ def published(checkpoints: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step of a published checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def run_and_checkpoint(name: str) -> tuple[str, str | None]:
+    """The directory and the checkpoint in `RUN_DIR@CHECKPOINT`: a step, `best` or `last`; None if none is given.
+
+    RUN_DIR/checkpoints/step-00000014 is RUN_DIR@14. If a directory has the whole name, the name is that directory.
+    """
+    directory, _, checkpoint = name.rpartition("@")
+    if os.path.isdir(name):  # noqa: PTH112  Path.is_dir raises `OSError` for a long name
+        path = Path(name).absolute()
+        if STEP_NAME.fullmatch(path.name) and path.parent.name == CHECKPOINTS:
+            return os.path.normpath(Path(name, "..", "..")), str(step_of(path))
+    elif directory and re.fullmatch(rf"{BEST}|{LAST}|[0-9]{{1,15}}", checkpoint):
+        return directory, checkpoint
+    return name, None
+
+
+def choose_step(directory: Path, checkpoint: str | None, given: str) -> int | None:
+    """The step of the checkpoint of a run that `checkpoint` names: a step, `best` or `last`.
+
+    None stands for the newest intact checkpoint, as for `last`. Raises `ConfigError`, which begins with `given`, if
+    there is no such checkpoint, and `CheckpointError` if they cannot be listed.
+    """
+    if checkpoint in (None, LAST):
+        return None
+    paths = published(directory / CHECKPOINTS)
+    steps = [step_of(path) for path in paths]
+    names = f"{', '.join(map(str, steps[:MOST_NAMED]))}{' and earlier ones' if len(steps) > MOST_NAMED else ''}"
+    has = f"the run has {names}" if steps else "no checkpoint has been saved yet"
+    if checkpoint != BEST:
+        if not checkpoint.isdecimal():
+            raise ConfigError(f"{given}: must be a step, {BEST} or {LAST}; {has}", NO_CHECKPOINT)
+        if int(checkpoint) not in steps:
+            raise ConfigError(
+                f"{given}: no checkpoint of step {checkpoint}; {has} (train.save_every_tokens says which are saved, "
+                "train.keep_last and train.keep_every_tokens which are kept)",
+                NO_CHECKPOINT,
+            )
+        return int(checkpoint)
+    train = load_config(directory).train
+    if not train.keep_best and train.keep_last:
+        why = "train.keep_best=false: the best checkpoint was not kept; set it to true in the next run"
+        raise ConfigError(f"{given}: {why}; {has}", NO_CHECKPOINT)
+    if (best := best_step(directory)) is None:
+        why = "no checkpoint has a validation loss; let train.eval_every_tokens and train.save_every_tokens meet"
+        raise ConfigError(f"{given}: {why}; {has}", NO_CHECKPOINT)
+    return best
+
+
+def best_step(directory: Path) -> int | None:
+    """The step of the checkpoint with the lowest validation loss; None if none was evaluated when it was saved."""
+    losses = {}
+    for path in published(directory / CHECKPOINTS):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # damaged, or without a loss
+            state = read_state(path)
+            if state["evaluated_tokens"] == state["tokens"]:
+                losses[step_of(path)] = float(state["val_loss"])
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def require_checkpoint(directory: Path, averaged: bool = False) -> Config:

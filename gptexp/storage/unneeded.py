@@ -1,8 +1,8 @@
 """Checkpoints that no command reads, and files that were left when a save or a removal was killed.
 
-Commands read the newest intact checkpoint of a run. A run that is not done may also resume from older ones, if the
-newest are damaged or were not due, so all of its checkpoints stay. Checkpoints also stay if the user asked for them by
-a changed `train.keep_…` key. A diverged run also keeps the checkpoint with the lowest validation loss.
+Commands read the newest intact checkpoint of a run, and with RUN_DIR@best the one with the lowest validation loss. A
+run that is not done may also resume from older ones, if the newest are damaged or were not due, so all of its
+checkpoints stay. Checkpoints also stay if the user asked for them by a changed `train.keep_…` key.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _in_run(run: Path, newest_only: bool) -> Iterator[Removal]:
         return
     unneeded = [*checkpoints.glob(".tmp-*"), *checkpoints.glob(".del-*")]
     if status in run_dir.DONE and (states := complete(checkpoints)):
-        needed = selected(states, Keep(last=1, best=False) if newest_only else _asked_for(config, status))
+        needed = selected(states, Keep(last=1, best=False) if newest_only else _asked_for(config))
         older = published[published.index(next(iter(states))) + 1 :]
         unneeded += [*(path for path in older if path not in needed), *checkpoints.glob("rejected-*")]
     unneeded = [path for path in unneeded if _is_removable(run, path)]
@@ -62,14 +62,14 @@ def _in_run(run: Path, newest_only: bool) -> Iterator[Removal]:
         yield Removal(run, status, size, remove, _in_words(unneeded), _in_words(stay))
 
 
-def _asked_for(config: Config, status: str) -> Keep:
-    """What keys with values other than the defaults ask to keep, and the best checkpoint of a diverged run."""
+def _asked_for(config: Config) -> Keep:
+    """What keys with values other than the defaults ask to keep, and the best checkpoint."""
     train, default = config.train, TrainConfig()
     every_tokens = train.keep_every_tokens
     if train.keep_every is not None:
         every_tokens = train.keep_every * config.batch.total_batch_size
     last = train.keep_last if train.keep_last != default.keep_last else 1
-    return Keep(last, every_tokens, best=status == "diverged")
+    return Keep(last, every_tokens)
 
 
 def _is_removable(run: Path, path: Path) -> bool:

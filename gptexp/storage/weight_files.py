@@ -1,6 +1,5 @@
 """Files with the weights of a model that another program has saved. Code in a file is not run."""
 
-import json
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from gptexp.process import pointers
 from gptexp.process.errors import CheckpointError, first_line
 from gptexp.storage.checkpoint import read_tensors
+from gptexp.storage.reader import read_json
 
 # transformers saves one file, or several files and an index that says which file has which weight. The first of these
 # names that exists counts: an index beside a single file is left over from an earlier model.
@@ -33,7 +33,7 @@ def find_weight_files(directory: Path) -> list[Path]:
 def _files_of(index: Path) -> list[Path]:
     """The files that an index of weights names. Raises `CheckpointError`."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(read_json(index.resolve())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file in another directory")
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, open_dict
 
-from gptexp.config.branching import first_tokens, run_and_step
+from gptexp.config.branching import first_tokens
 from gptexp.config.compose import job_of, take_choices, to_config
 from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
@@ -307,7 +307,7 @@ def _runs_branched_from(config: DictConfig) -> list[str]:
     merged = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
     overrides = [part["branch_from"] for part in merged if "branch_from" in part]
     values = [str(v) for o in overrides for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
-    return sorted({os.path.abspath(run_and_step(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
+    return sorted({os.path.abspath(run_dir.run_and_checkpoint(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
 
 
 def name_sweep(config: DictConfig) -> None:

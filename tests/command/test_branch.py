@@ -18,7 +18,7 @@ from conftest import BYTES, TINY, ForkServer, clean, e2e_then_slow, events, summ
 from real_runs import equal, newest
 from safetensors.torch import load_file
 
-from gptexp.config.branching import Parent, first_step, first_tokens, run_and_step
+from gptexp.config.branching import Parent, first_step, first_tokens, history_problems
 from gptexp.config.compose import compose
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, fields_of, to_dict
@@ -368,6 +368,18 @@ def test_a_run_that_cannot_be_continued_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_the_time_of_a_check_does_not_grow_with_the_number_of_a_checkpoint(constant: Path) -> None:
+    """A stranger's checkpoint may have any."""
+    config, parent = composed([f"branch_from={constant}@8", "schedule=wsd"]), branch.find(f"{constant}@8")
+    assert parent is not None
+    parent.config.train.max_steps = config.train.max_steps = None
+    parent.config.train.max_tokens = config.train.max_tokens = 2 * 128 * 10**15
+    config.schedule.warmup_tokens = parent.config.schedule.warmup_tokens = 128
+    late = replace(parent, step=10**15, tokens=128 * 10**15)
+    assert [*history_problems(config, late)] == []
+    assert [*history_problems(parent.config, late)] == []
+
+
 def test_damaged_weights_are_refused_when_the_run_starts(mine: Path, tmp_path: Path) -> None:
     """Nothing of them is left in its directory."""
     config = composed([f"branch_from={mine}@8", "schedule=wsd"])
@@ -381,18 +393,6 @@ def test_damaged_weights_are_refused_when_the_run_starts(mine: Path, tmp_path: P
 def test_a_command_that_does_not_know_branches_refuses_one(constant: Path) -> None:
     with pytest.raises(ConfigError, match="only train, plan and prepare take it"):
         compose([f"branch_from={constant}@8"])
-
-
-def test_a_step_is_split_from_the_directory() -> None:
-    assert run_and_step("outputs/a@b/run@12") == ("outputs/a@b/run", 12)
-    for name in ("outputs/a@b/run", "outputs/run@", "@5", "run@-1", "run@1e3", "x" * 5000):
-        assert run_and_step(name) == (name, None)
-
-
-def test_a_directory_that_ends_like_a_step_is_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "run@12").mkdir()
-    assert run_and_step(f"{tmp_path / 'run@12'}") == (f"{tmp_path / 'run@12'}", None)
-    assert run_and_step(f"{tmp_path / 'run@12'}@4") == (f"{tmp_path / 'run@12'}", 4)
 
 
 # --- its place --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ or refuses with one line that names it. `damaged_runs.txt` holds what each verb 
 of damage, are in the tier `slow`.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -75,7 +76,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "big": numbers(10**15),
     "64 bits": numbers(10**19),
     "negative": numbers(-1),
+    "fractions": numbers(0.5),
     "null": lambda _: None,
+    "nested": lambda _: json.loads("[" * 100 + "]" * 100),
     "wrong types": other_type,
 }
 
@@ -92,6 +95,21 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
         path.write_text("".join(json.dumps(event) + "\n" for event in new))
     else:
         path.write_text(json.dumps(in_all_values(json.loads(text), change)))
+
+
+def rehashed(change: Callable[[Any], Any]) -> Callable[[Path, Path], object]:
+    """Change the numbers in the state of a checkpoint, but not its config, and also the hash, as a stranger can."""
+
+    def damage(path: Path, _: Path) -> None:
+        about = {"about": json.loads(path.read_text())["about"]}
+        rewrite(path, change)
+        path.write_text(json.dumps({**json.loads(path.read_text()), **about}))
+        manifest = path.with_name("manifest.json")
+        text = path.read_bytes()
+        hashes = {**json.loads(manifest.read_text()), path.name: [len(text), hashlib.sha256(text).hexdigest()]}
+        manifest.write_text(json.dumps(hashes))
+
+    return damage
 
 
 def link(path: Path, target: Path) -> None:
@@ -150,14 +168,18 @@ def damages(file: str) -> dict[str, Callable[[Path, Path], object]]:
     kinds = {**ANYTHING, **(TEXT_ONLY if file in TEXTS else {}), **(NAMES if file == CELL else {})}
     if file in WRITTEN or Path(file).name.startswith(".lock"):  # written anew, or empty
         return {name: kinds[name] for name in ("a link", "a broken link", "a directory", "a pipe", "noise")}
+    if file == f"{CELL}/{STEP}/state.json":
+        kinds = {**kinds, **{f"hashed {name}": rehashed(change) for name, change in VALUES.items()}}
     if file.startswith(f"{CELL}/{STEP}/"):  # one hash detects each change of the content
-        return {name: kinds[name] for name in kinds if name in (*ANYTHING, "NaN", "deep", "wrong types")}
+        hashed = [name for name in kinds if name.startswith("hashed ")]
+        return {name: kinds[name] for name in kinds if name in (*ANYTHING, *hashed, "NaN", "deep", "wrong types")}
     return kinds
 
 
 # Each of these is like another kind, or is less likely.
 SLOW = (
-    "a broken link", "a pipe", "empty", "noise", "-Infinity", "64 bits", "huge", "negative", "null", "deep", "a list",
+    "a broken link", "a pipe", "empty", "noise", "-Infinity", "64 bits", "huge", "negative", "fractions", "null",
+    "deep", "a list",
 )  # fmt: skip
 
 

@@ -238,6 +238,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "model.safetensors: cannot be read": lambda d: (d / MODEL_FILE).write_bytes(b"x" * 99),
     "model.safetensors: cannot be read (": lambda d: os.truncate(d / MODEL_FILE, 9000),
     "not an index of weights": lambda d: _indexed(d, "{}"),
+    "not an index of weights (nested": lambda d: _indexed(d, "[" * 100_000),
     "it names a file in another directory": lambda d: _indexed(d, '{"weight_map": {"a": "../b"}}'),
     "b: is missing": lambda d: _indexed(d, '{"weight_map": {"a": "b"}}'),
 }

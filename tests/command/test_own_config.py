@@ -115,7 +115,7 @@ def test_each_verb_takes_a_primary_config(gptexp: Gptexp, light_server: ForkServ
     for argv in (["train", "--cfg", "job"], ["train", "--help"]):
         assert "n_layer: 3\n" in light_server.ask([*argv, *flags], own)["stdout"]
     assert "conf/mine.yaml (1e-3)\n" in light_server.ask(["prepare", "--help", "optim.lr", *flags], own)["stdout"]
-    refused = light_server.ask(["prepare", *flags, "-cn", "nope"], own)
+    refused = light_server.ask(["prepare", "-cd", "conf", "-cn", "nope"], own)
     assert (refused["code"], refused["stderr"].count("\n")) == (2, 1)
     assert "--config-name nope: conf/nope.yaml does not exist" in refused["stderr"]
 

@@ -43,6 +43,28 @@ def test_evaluate_accepts_another_text(finished: Path, gptexp: Gptexp, tmp_path:
     assert other["val/loss"] > summary(finished)["final_val_loss"] + 1
 
 
+def test_evaluate_prints_a_line_for_each_file_of_each_data(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    files = {"texts/b.txt": "Nobody eats bread.\n", "texts/a.txt": "1234567890 ", "texts/[c].txt": "xyz "}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text * 200)
+    several = ("--data", "texts/b.txt", "--data", "texts/*.txt", "--data", str(tmp_path / "texts/[c].txt"))
+    rows = [
+        json.loads(line)
+        for line in gptexp("evaluate", str(finished), *several, "--val-tokens", "48").stdout.splitlines()
+    ]
+    names = ["texts/b.txt", "texts/[c].txt", "texts/a.txt", str(tmp_path / "texts/[c].txt")]
+    assert [row["data"] for row in rows] == names
+    for name, row in zip(names, rows, strict=True):
+        alone = gptexp("evaluate", str(finished), "--data", name, "--val-tokens", "48")
+        assert json.loads(alone.stdout) == row
+    assert len({row["val/loss"] for row in rows}) == 3
+    assert {row["tokens"] for row in rows} == {48}
+    missing = gptexp("evaluate", str(finished), "--data", "texts/a.txt", "--data", "texts/*.md")
+    assert (missing.returncode, missing.stdout, len(missing.stderr.splitlines())) == (3, "", 1)
+    assert "texts/*.md" in missing.stderr
+
+
 def test_evaluate_refuses_more_tokens_than_were_held_out(finished: Path, gptexp: Gptexp) -> None:
     more = gptexp("evaluate", str(finished), "--val-tokens", "128")
     assert (more.returncode, "the run has 112; use fewer, or give --data FILE" in more.stderr) == (

@@ -99,7 +99,7 @@ def test_other_optimizers_have_no_preconditioned_sharpness(gptexp: Gptexp, tiny:
     [
         (["--sequences", "0"], 2, "--sequences=0: must be 1 or above"),
         (["--sequences", "100000"], 2, "--sequences=100000: the run's text has "),
-        (["--checkpoint", "5"], 4, "--checkpoint=5: run has no checkpoint of that step; it has 4, 8"),
+        (["--checkpoint", "5"], 2, "--checkpoint=5: no checkpoint of step 5; the run has 8, 4"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gptexp.config.compose import compose
-from gptexp.config.paths import conf_dir, matching_files, packaged_conf
+from gptexp.config.paths import conf_dir, matching_files, packaged_conf, saved_dataset_files
 from gptexp.process.errors import ConfigError
 
 
@@ -27,6 +27,17 @@ def test_glob_characters_in_the_working_directory_are_literal(folder: Path) -> N
     pattern = compose(["data=text", "data.path=*.txt"]).data.path
     assert isinstance(pattern, str)
     assert matching_files(pattern) == [folder / "x.txt"]
+
+
+@pytest.mark.parametrize(
+    "state", ["[" * 100_000, "[]", '{"_data_files": 1000000000}', '{"_data_files": [{"filename": 7}]}', "9" * 5000]
+)
+def test_a_damaged_saved_data_set_is_refused(folder: Path, state: str) -> None:
+    """Also one that names a file which is not there."""
+    (folder / "state.json").write_text(state)
+    with pytest.raises(ConfigError, match=r"state\.json") as refused:
+        saved_dataset_files(folder)
+    assert (refused.value.code, len(refused.value.problems)) == ("data-set-damaged", 1)
 
 
 def test_an_empty_gptexp_conf_selects_the_packaged_folder(monkeypatch: pytest.MonkeyPatch) -> None:

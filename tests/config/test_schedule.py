@@ -75,6 +75,16 @@ def test_after_the_warm_up_the_rate_does_not_depend_on_the_batch_size(name: str)
         assert len({schedule.lr_factor(tokens, b) for b in (2**17, 2**18, 2**19, 2**20)}) == 1
 
 
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+@pytest.mark.parametrize("end", [40, 100, 1100])
+def test_before_its_peak_ends_a_schedule_is_its_warm_up_and_then_1(name: str, end: int) -> None:
+    schedule = make(name, decay=end)
+    for before in range(0, min(schedule.peak_ends, 3000), 7):
+        if before + 10 <= 100 or before >= 100:
+            assert schedule.lr_factor(before, 10) == min(1.0, (before + 10) / 100)
+    assert name == "constant" or schedule.lr_factor(schedule.peak_ends + 500, 10) < 1
+
+
 def test_a_warm_up_that_is_not_a_multiple_of_the_batch_ends_at_the_peak() -> None:
     schedule = make("cosine", warmup=105)
     assert schedule.lr_factor(90, 10) == pytest.approx(100 / 105)

@@ -405,9 +405,14 @@ def test_a_byte_order_mark_says_the_encoding(tmp_path: Path, encoding: str, name
 
 def test_the_encoding_is_part_of_the_key_only_if_it_is_another_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
-    keys = [
-        text([str(tmp_path / "a.txt")], *how).key for how in ((), ("utf8",), ("UTF_8", None), ("gbk",), ("utf-8", "-"))
+    others: list[dict[str, Any]] = [
+        {},
+        {"encoding": "utf8"},
+        {"encoding": "UTF_8"},
+        {"encoding": "gbk"},
+        {"separator": "-"},
     ]
+    keys = [text([str(tmp_path / "a.txt")], *DataConfig(**other).reading).key for other in others]
     assert keys[0] == keys[1] == keys[2]
     assert len(set(keys)) == 3
 

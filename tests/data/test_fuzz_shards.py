@@ -81,6 +81,29 @@ def _replace_by(make: Callable[[Path], object]) -> Damage:
     return _file(change)
 
 
+NO_COUNTS = (2**63, 2**64 - 1, -1, -(10**15), 1.5, "12", None, [1], {})  # as numbers of tokens
+
+
+def _foreign(key: str, value: Any) -> Damage:
+    """Refer to the shards as to files of another directory, with another `value` of a key."""
+
+    def change(manifest: dict[str, Any], draw: random.Random) -> None:
+        del manifest["version"]
+        manifest["dtype"] = "<u2"
+        for shard in manifest["shards"]:
+            tokens = shard["tokens"]
+            shard |= {"path": f"{here}/{shard.pop('file')}", "offset": SKIP, "size": SKIP + 2 * tokens}
+        (manifest if key in manifest else manifest["shards"][0])[key] = value
+
+    def damage(directory: Path, draw: random.Random) -> None:
+        nonlocal here
+        here = directory
+        _manifest(change)(directory, draw)
+
+    here = Path()
+    return damage
+
+
 DAMAGES: dict[str, Damage] = {
     "cut short": _bytes(lambda body, draw: body[: draw.randrange(len(body))]),
     "an odd byte": _bytes(lambda body, draw: body + b"\0"),
@@ -109,6 +132,17 @@ DAMAGES: dict[str, Damage] = {
     "a smaller largest id": _manifest(lambda m, draw: m.update(max_id=draw.randrange(-5, 40000))),
     "another folder": _manifest(lambda m, draw: m["shards"][0].update(file=draw.choice(["../x", "/etc/passwd", ".."]))),
     "twice": _manifest(lambda m, draw: m["shards"].append(m["shards"][0])),
+    **{f"n_vocab {value}": _manifest(lambda m, _, value=value: m.update(n_vocab=value)) for value in NO_COUNTS},
+    **{
+        f"{value} tokens": _manifest(lambda m, _, value=value: m["shards"][0].update(tokens=value))
+        for value in NO_COUNTS
+    },
+    **{
+        f"elsewhere, {key} {value}": _foreign(key, value)
+        for key in ("offset", "size", "n_vocab")
+        for value in (*NO_COUNTS, 10**15)
+    },
+    **{f"dtype {value}": _foreign("dtype", value) for value in ("i1", "<f8", ">u2", "O", "S9", "(9,)u2", "V4", "x", 7)},
     "no shards": _manifest(lambda m, draw: m.pop(draw.choice(["shards", "max_id"]))),
     "no object": _manifest(lambda m, draw: m.update(shards=draw.choice([None, 7, "x", [1], [[]], [{}]]))),
     "no JSON": lambda directory, draw: (directory / MANIFEST).write_text(  # type: ignore[return-value]
@@ -125,9 +159,9 @@ def _open(directory: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_refused_in_one_line_that_names_the_file(shards: Path, damage: str) -> None:
-    """Each kind of damage is applied with twenty seeds."""
+    """Each kind of damage that draws is applied with twenty seeds."""
     verify(shards)
-    for seed in range(20):
+    for seed in range(1 if damage[-1].isdigit() or "dtype" in damage or damage.endswith("}") else 20):
         directory = shards.with_name(f"{seed}")
         shutil.copytree(shards, directory)
         DAMAGES[damage](directory, random.Random(seed))

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,15 @@ def test_a_table_of_characters_is_loaded_without_running_code(folder: Path, cont
         prepare(config(folder, tokenizer="chars"))
     assert "\n" not in str(refused.value)
     assert not Path("/tmp/gptexp-was-here").exists()
+
+
+def test_a_table_of_characters_takes_no_more_memory_than_it_has_content(folder: Path) -> None:
+    raw(folder / "train.bin", [0, 1] * 1000)
+    (folder / "meta.pkl").write_bytes(b"\x80\x02K\x01r" + (2**28).to_bytes(4, "little") + b".")  # memo 2^28
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"meta.pkl"):
+        prepare(config(folder, tokenizer="chars"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 
 def char_ids(path: Path, _: list[int]) -> None:

@@ -224,6 +224,18 @@ def test_a_damaged_tokenizer_json_is_refused_in_one_line(tmp_path: Path, content
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("largest", [10**6, 10**9, 2**32 - 1])
+def test_a_tokenizer_whose_ids_have_large_gaps_is_refused(tmp_path: Path, largest: int) -> None:
+    """Each id below the largest one would take memory."""
+    pytest.importorskip("tokenizers")
+    vocab = {"a": 0, "b": 1, "far": largest}
+    content = {"added_tokens": [], "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=f"{largest:,}") as refused:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "tokenizer.json" in str(refused.value)
+
+
 def test_a_damaged_vocabulary_of_gpt2_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "gpt2.tiktoken"
     damaged.write_bytes(encodings._RANKS.read_bytes()[:-1] + b"x")

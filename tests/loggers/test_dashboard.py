@@ -33,7 +33,8 @@ def push(gptexp: Gptexp, server: WandbServer, tmp_path: Path) -> Callable[..., s
     """`gptexp dashboard push` to a project of the server."""
 
     def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = ("dashboard", "push", "--entity", ENTITY, "--project", "p", *argv)
+        project = () if "--project" in argv else ("--project", "p")
+        command = ("dashboard", "push", "--entity", ENTITY, *project, *argv)
         return gptexp(*command, env={**server.environment(tmp_path), **env}, timeout=60)
 
     return run

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from conftest import wait_for
 
 from gptexp import bench
 from gptexp.config.compose import compose
-from gptexp.machine.network import recall
+from gptexp.machine.network import AllReduce, Fitted, keep, recall
 from gptexp.process.errors import ConfigError
 from gptexp.run import communication
 from gptexp.run.communication import fit
@@ -39,6 +40,27 @@ def test_the_all_reduce_of_two_ranks_is_measured_and_kept(gptexp: Gptexp, tmp_pa
     assert measured["between"] is None
     [kept] = recall(compose(where[1:]).data, "gloo", "float32", 2, "")
     assert asdict(kept) == measured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": "x"},
+        {"ranks": 0},
+        {"nodes": 0},
+        {"nodes": 10**18},
+        {"inside": 7},
+        {"inside": {"latency_s": "x"}},
+        {"comm": None},
+    ],
+)
+def test_a_damaged_measurement_does_not_count(tmp_path: Path, change: dict[str, Any]) -> None:
+    data = compose([f"data.cache_dir={tmp_path}"]).data
+    found = AllReduce("gloo", "float32", 2, 1, Fitted(1e-5, 1e9, {"1024": 1e-4}), None)
+    path = keep(data, found)
+    assert recall(data, "gloo", "float32", 2, "") == [found]
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert recall(data, "gloo", "float32", 2, "") == []
 
 
 @pytest.mark.e2e

@@ -142,7 +142,7 @@ def test_a_right_ending_is_one_that_the_model_expects() -> None:
      '{"ctx": "", "endings": ["b", "c"], "label": 0}', '{"ctx": "a", "endings": [1, 2], "label": 0}',
      '{"ctx": "a", "endings": ["b"], "label": 0}', '{"ctx": "a", "endings": "xyz", "label": 0}',
      '{"ctx": "a", "endings": ["b", ""], "label": 0}', '{"ctx": "a", "endings": ["b", "c"], "label": true}',
-     '{"ctx": "a", "endings": ["b", "c"], "label": -1}'],
+     '{"ctx": "a", "endings": ["b", "c"], "label": -1}', "[" * 100_000],
 )  # fmt: skip
 def test_a_damaged_example_is_named_by_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"

@@ -165,7 +165,7 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "/dev/zero": [0, ""]}))
-    with pytest.raises(CheckpointError, match="does not list the files of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"does not list the files that state\.json describes"):
         checkpoint.newest(path.parent)
 
 

@@ -85,8 +85,9 @@ def test_what_a_changed_key_keeps_stays_unless_all_are_given(
     assert left(run) == STEPS[-1:]
 
 
-def test_of_a_diverged_run_the_best_checkpoint_stays(run: Path) -> None:
-    set_status(run, "diverged")
+@pytest.mark.parametrize("status", run_dir.DONE)
+def test_the_best_checkpoint_stays(run: Path, status: str) -> None:
+    set_status(run, status)
     for name, loss in ((STEPS[1], 5.0), (STEPS[2], 9.0)):
         path = run / run_dir.CHECKPOINTS / name
         state = run_dir.read_json(path / "state.json")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.terminal import warn
-from gptexp.process.words import counted
+from gptexp.process.words import counted, shown
 from gptexp.reporting.listings.records import Run, find_runs
 from gptexp.storage import run_dir
 
@@ -20,6 +20,22 @@ def one_run(directory: Path) -> Path:
     best = _best_cell_of(directory)[0]
     warn(f"{directory}: its best run is {best.name}, with a validation loss of {best.loss:.4f}")
     return best.directory
+
+
+def one_checkpoint(given: str, checkpoint: str | None = None, averaged: bool = False) -> tuple[Path, int | None]:
+    """The run that `given` names, and the step of its checkpoint whose weights (`averaged`: their average) to load.
+
+    `given` is RUN_DIR or RUN_DIR@CHECKPOINT, or a sweep's directory in place of its best run's. The checkpoint, here or
+    in `checkpoint`, is a step, `best` or `last`. The step is None for the newest intact checkpoint. Raises the errors
+    of `one_run`, `require_checkpoint` and `choose_step`.
+    """
+    name, chosen = run_dir.run_and_checkpoint(given)
+    if checkpoint is not None and chosen not in (None, checkpoint):
+        raise ConfigError(f"--checkpoint={checkpoint}: {given} names another checkpoint; leave out one of them")
+    directory = one_run(Path(name))
+    run_dir.require_checkpoint(directory, averaged)
+    argument = given if checkpoint is None else f"--checkpoint={shown(checkpoint)}"
+    return directory, run_dir.choose_step(directory, checkpoint or chosen, argument)
 
 
 def runs_to_compare(directories: Sequence[Path]) -> list[Path]:

@@ -1,0 +1,31 @@
+"""Arguments of verbs: an option is given once, and the checkpoint of a run is named alike everywhere."""
+
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from typing import Any
+
+
+class Once(Action):
+    """Stores a value, and refuses an option that is given twice, of which argparse would silently take the last."""
+
+    is_given = False
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, value: Any, option: str | None = None) -> None:
+        if option is not None and self.is_given:
+            raise ArgumentError(self, "given twice; give it once")
+        self.is_given = True
+        setattr(namespace, self.dest, value)
+
+
+class Parser(ArgumentParser):
+    """The parser of a verb."""
+
+    def __init__(self, verb: str, description: str | None) -> None:
+        super().__init__(prog=f"gptexp {verb}", description=description)
+        self.register("action", None, Once)
+
+    def add_checkpoint(self, directory: str = "a run's directory, or a sweep's") -> None:
+        """Add the arguments that name the checkpoint of a run: `directory` and `checkpoint`."""
+        what = f"{directory}; RUN_DIR@CHECKPOINT is that checkpoint"
+        self.add_argument("directory", metavar="DIR", help=what)
+        what = "its step; best: the one with the lowest validation loss; last (default): the newest intact one"
+        self.add_argument("--checkpoint", metavar="STEP|best|last", help=what)
