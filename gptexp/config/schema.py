@@ -29,6 +29,8 @@ from gptexp.process.errors import Problem
 from gptexp.process.fields import (
     AUTO,
     LIMIT,
+    MOST_LAYERS,
+    MOST_RANKS,
     below_one,
     choice,
     choice_or_null,
@@ -40,6 +42,7 @@ from gptexp.process.fields import (
     positive,
     ratio,
     ruled,
+    up_to,
 )
 from gptexp.process.words import shown
 
@@ -76,7 +79,7 @@ _TASKS = {
 class ModelConfig:
     """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
 
-    n_layer: int = positive(12)  # number of blocks
+    n_layer: int = up_to(MOST_LAYERS, 12)  # number of blocks
     n_head: int = positive(12)  # number of attention heads; must divide n_embd
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = positive(1024)  # tokens: maximum length of a sequence
@@ -90,7 +93,7 @@ class ModelConfig:
     base_n_embd: int | None = positive(None)  # mup, completep (required): width of the base, the model whose best
     # optim.lr is known
     base_n_head: int | None = positive(None)  # mup, completep: number of heads of the base; null: n_head
-    base_n_layer: int | None = positive(None)  # completep: number of blocks of the base; null: n_layer
+    base_n_layer: int | None = up_to(MOST_LAYERS, None)  # completep: number of blocks of the base; null: n_layer
 
     @property
     def resolved_vocab_size(self) -> int:
@@ -182,7 +185,7 @@ class ScalingConfig:
 class WorldConfig:
     """The processes of one run."""
 
-    size: int | None = positive(None)  # number of ranks; null: as started by the launcher, else 1
+    size: int | None = up_to(MOST_RANKS, None)  # number of ranks; null: as started by the launcher, else 1
     backend: str = choice("auto", "nccl", "gloo")  # torch.distributed's backend; auto: nccl on GPUs, gloo on CPUs
     comm: str = choice("float32", "bfloat16")  # type in which the ranks' gradients are sent and summed
     threads_per_rank: int | None = positive(None)  # CPU threads; null: the node's cores divided by its ranks

@@ -8,6 +8,8 @@ from dataclasses import field
 from typing import Any
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
+MOST_LAYERS = 10_000  # more than any model has
+MOST_RANKS = 1_000_000  # more than any run has
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
 
 
@@ -34,6 +36,11 @@ def positive(default: Any) -> Any:
 def not_negative(default: Any) -> Any:
     """A number of 0 or above."""
     return ruled(default, lambda v: 0 <= v < _limit(v), "must be finite, 0 or above (integers: below 2^63)")
+
+
+def up_to(most: int, default: int | None) -> Any:
+    """A whole number from 1 to `most`: something is made for each of so many."""
+    return ruled(default, lambda v: 0 < v <= most, f"must be from 1 to {most:,}")
 
 
 def ratio(default: float) -> Any:

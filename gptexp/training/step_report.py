@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gptexp.distributed.group import all_reduce_sum, begin_all_reduce_max, rank_index, world_size
+from gptexp.process.fields import MOST_RANKS
 from gptexp.process.signals import REASONS
 
 POLL_S = 1e-4  # s: between two checks whether a GPU is done
-MOST_RANKS = 1_000_000  # more than any run has; time · MOST_RANKS + rank packs both into one integer
 
 
 class StepTimeout(RuntimeError):
@@ -44,8 +44,8 @@ class Numbers:
 class SlowestRank:
     """The slowest rank in an earlier step, in which this rank worked for `work_ms`. *Collective.*
 
-    Creating it begins an all-reduce that finds the largest of one integer per rank: its microseconds, followed by six
-    digits for the rank. A step creates it first, so that the result is there when the step's other numbers are.
+    Creating it begins an all-reduce that finds the largest of one integer per rank: its microseconds · `MOST_RANKS` +
+    its number. A step creates it first, so that the result is there when the step's other numbers are.
     """
 
     def __init__(self, work_ms: float, device: torch.device) -> None:
