@@ -36,6 +36,8 @@ _PARQUET = b"PAR1"  # the first and the last bytes of a file
 _ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of Arrow's two formats
 _FOREIGN = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip"}
 _HEAD_CHARACTERS = 8000  # a file with a NUL in these is not text; git looks at as many bytes
+END_LINE = "<|endoftext|>"  # the line between documents in files that were made for GPT-2
+_END_LINE = re.compile(rf"^{re.escape(END_LINE)}\r?$", re.MULTILINE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -175,6 +177,8 @@ def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tupl
             if seen.read >= BLOCK_BYTES:
                 _refuse_other_encoding(part, seen)
             seen.documents += first
+            if END_LINE in piece:
+                seen.end_lines += len(_END_LINE.findall(piece))  # pieces end in front of white space
             yield span.path, piece, first
     _refuse_other_encoding(part, seen)
 
