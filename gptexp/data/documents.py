@@ -122,7 +122,7 @@ def _encoding_of(span: Span, head: bytes) -> str:
         needed = f"has no byte-order mark; use data.encoding={span.encoding}-le or {span.encoding}-be"
         raise DataError(f"{span.path}: {needed}")
     if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
-        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert the file")
+        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert it to that")
     return marked or span.encoding
 
 
@@ -216,16 +216,18 @@ def _documents(span: Span | HubFile, column: str, seen: Seen) -> Iterator[Iterab
         if span.separator is None:
             yield _decoded(span, seen)
         else:
-            yield from _between(_lines(_decoded(span, seen)), span.separator)
+            yield from _between(_lines(_decoded(span, seen)), span.separator, seen)
         return
     for text in _rows(span, column, seen):
         yield (text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES))
 
 
-def _between(lines: Iterator[str], separator: str) -> Iterator[Iterable[str]]:
+def _between(lines: Iterator[str], separator: str, seen: Seen) -> Iterator[Iterable[str]]:
     """Yield the documents between those of `lines` that are `separator`, in blocks, without the line ends beside it."""
     for is_separator, some in groupby(lines, lambda line: line.removesuffix("\r") == separator):
-        if not is_separator:
+        if is_separator:
+            seen.separated += 1
+        else:
             yield _joined(some)
 
 

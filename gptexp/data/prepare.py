@@ -141,6 +141,9 @@ def tokens_of(corpus: corpora.Corpus, data: DataConfig, directory: Path, folder:
     if replaced := sum(one.replaced for one in seen):
         first = next(first_replaced(part, one) for part, one in zip(parts, seen, strict=False) if one.replaced)
         print(f"{first}; {counted(replaced, 'such byte')} became U+FFFD; see data.encoding", file=sys.stderr)
+    separators = {span.separator for part in parts for span in part if isinstance(span, Span)} - {None}
+    if separators and not any(one.separated for one in seen):
+        print(f"{corpus.place}: no line is data.separator={data.separator}: a file is a document", file=sys.stderr)
     if end_lines := sum(one.end_lines for one in seen):
         is_text = isinstance(span := parts[0][0], Span) and span.kind == "text"
         fix = f"data.separator='{END_LINE}' splits the text there" if is_text else "give each document a row of its own"

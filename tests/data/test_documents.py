@@ -525,6 +525,15 @@ def test_lines_with_the_end_of_a_text_that_do_not_end_it_are_counted(
         assert "alone" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("line", "is_there"), [(LINE, True), (f"{LINE} ", False), ("---", False)])
+def test_a_separator_that_no_line_has_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: str, is_there: bool
+) -> None:
+    (tmp_path / "a.txt").write_text(f"one\n{line}\ntwo\n")
+    prepare(text_config(tmp_path / "a.txt", separator=LINE, workers=1, cache_dir=str(tmp_path / "cache")))
+    assert ("data.separator" in capfd.readouterr().err) != is_there
+
+
 def test_a_text_without_the_separator_is_read_in_pieces(tmp_path: Path) -> None:
     """So that a wrong separator does not put a whole compressed file into memory."""
     given = "some words\n" * 600_000
