@@ -30,9 +30,10 @@ from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
 NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
-# What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>).
+# What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>, ###, 日本).
 NO_TEXT = re.compile(
-    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[<>].*", re.IGNORECASE
+    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[^\w\s/\\.:+$%*@?|-].*",
+    re.IGNORECASE | re.ASCII,
 )
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
@@ -65,7 +66,8 @@ def canonical(overrides: Sequence[str]) -> list[str]:
             if int in _kinds(field) and "${" not in value:
                 value = NUMBER.sub(_whole, value)
             elif _kinds(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
-                value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in value.split(","))
+                parts = (part.strip() for part in value.split(","))
+                value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in parts)
             if type(None) in get_args(field.type) and not set(value) & set("'\""):
                 value = ",".join("null" if part == "None" else part for part in value.split(","))
             text = f"{key.removeprefix('++')}={value}"
@@ -82,19 +84,10 @@ def _whole(number: re.Match[str]) -> str:
     return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
 
 
-def as_typed(overrides: Iterable[str]) -> list[str]:
+def as_typed(overrides: Sequence[str]) -> list[str]:
     """Overrides without the quotes that `canonical` gives to texts that Hydra would read as something else."""
-    typed = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not set(value) & set('"\\[](){}$'):
-            parts = ((part, part[1:-1]) for part in value.split(","))
-            value = ",".join(
-                inside if part == f"'{inside}'" and (inside == NULL or NO_TEXT.fullmatch(inside)) else part
-                for part, inside in parts
-            )
-        typed.append(f"{key}{equals}{value}")
-    return typed
+    bare = [re.sub(r"(?<=[=,])'([^',]*)'(?=,|$)", r"\1", text) for text in overrides]
+    return [b if again == text else text for b, again, text in zip(bare, canonical(bare), overrides, strict=True)]
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:

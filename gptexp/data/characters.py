@@ -26,7 +26,6 @@ class ByteTokenizer:
     exact = True
     n_vocab = 257
     eot_token = 256
-    eot_text = "<|endoftext|>"
     cut_before = " \t\r\n"
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -50,7 +49,6 @@ class CharTokenizer:
 
     exact = True
     eot_token = None
-    eot_text = "<|endoftext|>"  # in files that were made for GPT-2
     cut_before = " \t\r\n"
 
     def __init__(self, characters: str) -> None:

@@ -29,7 +29,8 @@ class Seen:
     replaced: int = 0  # of these bytes, those that are not text in the encoding of their file
     span: int = 0  # the first of them: the number of its span in the part,
     byte: int = 0  # and its place in its file, without compression
-    end_lines: int = 0  # lines that are the name of the end of a text
+    separated: int = 0  # places where `data.separator` ends a document
+    end_lines: int = 0  # lines of documents that are `END_LINE`
 
     @property
     def is_mostly_text(self) -> bool:

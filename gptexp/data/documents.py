@@ -36,6 +36,8 @@ _PARQUET = b"PAR1"  # the first and the last bytes of a file
 _ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # the first bytes of Arrow's two formats
 _FOREIGN = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip"}
 _HEAD_CHARACTERS = 8000  # a file with a NUL in these is not text; git looks at as many bytes
+END_LINE = "<|endoftext|>"  # the line between documents in files that were made for GPT-2
+_END_LINE = re.compile(rf"^{re.escape(END_LINE)}\r?$", re.MULTILINE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -120,7 +122,7 @@ def _encoding_of(span: Span, head: bytes) -> str:
         needed = f"has no byte-order mark; use data.encoding={span.encoding}-le or {span.encoding}-be"
         raise DataError(f"{span.path}: {needed}")
     if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
-        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert the file")
+        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert it to that")
     return marked or span.encoding
 
 
@@ -175,6 +177,8 @@ def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tupl
             if seen.read >= BLOCK_BYTES:
                 _refuse_other_encoding(part, seen)
             seen.documents += first
+            if END_LINE in piece:
+                seen.end_lines += len(_END_LINE.findall(piece))  # pieces end in front of white space
             yield span.path, piece, first
     _refuse_other_encoding(part, seen)
 
@@ -212,16 +216,18 @@ def _documents(span: Span | HubFile, column: str, seen: Seen) -> Iterator[Iterab
         if span.separator is None:
             yield _decoded(span, seen)
         else:
-            yield from _between(_lines(_decoded(span, seen)), span.separator)
+            yield from _between(_lines(_decoded(span, seen)), span.separator, seen)
         return
     for text in _rows(span, column, seen):
         yield (text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES))
 
 
-def _between(lines: Iterator[str], separator: str) -> Iterator[Iterable[str]]:
+def _between(lines: Iterator[str], separator: str, seen: Seen) -> Iterator[Iterable[str]]:
     """Yield the documents between those of `lines` that are `separator`, in blocks, without the line ends beside it."""
     for is_separator, some in groupby(lines, lambda line: line.removesuffix("\r") == separator):
-        if not is_separator:
+        if is_separator:
+            seen.separated += 1
+        else:
             yield _joined(some)
 
 

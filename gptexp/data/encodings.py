@@ -25,7 +25,6 @@ class Encoding:
     """An encoding of tiktoken. Raises `UnavailableError` if it cannot be downloaded."""
 
     exact = True
-    eot_text = "<|endoftext|>"
 
     def __init__(self, name: str) -> None:
         self._encoding = _bundled() if name in ("gpt2", "r50k_base") else _downloaded(name)

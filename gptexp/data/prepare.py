@@ -15,7 +15,7 @@ from gptexp.config.vocabulary import CHARS, VOCAB_SIZES
 from gptexp.data import corpora, references
 from gptexp.data.cache import build_once, cache_dir, downloads_dir, label, lock, removed_if_refused, write_tokenizer
 from gptexp.data.characters import CharTokenizer
-from gptexp.data.documents import Part, first_replaced
+from gptexp.data.documents import END_LINE, Part, Span, first_replaced
 from gptexp.data.mix import mix_dir, most_of, write_mix
 from gptexp.data.progress import progress
 from gptexp.data.shards import MANIFEST, ShardWriter, Tokens, data_errors
@@ -157,19 +157,20 @@ def tokens_of(corpus: corpora.Corpus, data: DataConfig, directory: Path, folder:
     `folder` is for the files of the parts. In the end, prints what in the text is probably not meant as it is.
     """
     encoder = Encoder(data.tokenizer, directory, data.text_column, corpus.max_tokens)
-    tokenizer = load_tokenizer(data.tokenizer, directory)
-    parts = corpora.parts(corpus, tokenizer.cut_before, PART_BYTES)
+    parts = corpora.parts(corpus, load_tokenizer(data.tokenizer, directory).cut_before, PART_BYTES)
     with progress(corpus.name, parts) as advance:
         seen = yield from tokenise(parts, encoder, folder, _workers(data, corpus, parts), advance)
     if replaced := sum(one.replaced for one in seen):
         first = next(first_replaced(part, one) for part, one in zip(parts, seen, strict=False) if one.replaced)
         print(f"{first}; {counted(replaced, 'such byte')} became U+FFFD; see data.encoding", file=sys.stderr)
+    separators = {span.separator for part in parts for span in part if isinstance(span, Span)} - {None}
+    if separators and not any(one.separated for one in seen):
+        print(f"{corpus.place}: no line is data.separator={data.separator}: a file is a document", file=sys.stderr)
     if end_lines := sum(one.end_lines for one in seen):
-        print(
-            f"{corpus.place}: {counted(end_lines, 'line')} with {tokenizer.eot_text} alone became ordinary tokens; "
-            f"data.separator='{tokenizer.eot_text}' splits plain text there",
-            file=sys.stderr,
-        )
+        is_text = isinstance(span := parts[0][0], Span) and span.kind == "text"
+        fix = f"data.separator='{END_LINE}' splits the text there" if is_text else "give each document a row of its own"
+        lines = counted(end_lines, "line")
+        print(f"{corpus.place}: {lines} with {END_LINE} alone became ordinary tokens; {fix}", file=sys.stderr)
 
 
 def _workers(data: DataConfig, corpus: corpora.Corpus, parts: Sequence[Part]) -> int:

@@ -10,7 +10,6 @@ Memory: a worker holds about a megabyte of text and its ids, or one row, or one 
 
 import hashlib
 import os
-import re
 import signal
 import struct
 from collections import deque
@@ -145,19 +144,11 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
             ids = _ids(tokenizer, text, path)
             file.write(between if first else b"")
             file.write(ids.data)
-            seen.end_lines += _count_lines(text, tokenizer.eot_text)
             tokens += len(ids) + first * len(end)
             if encoder.max_tokens is not None and tokens > encoder.max_tokens:
                 break
         file.seek(0)
         file.write(_HEAD.pack(*astuple(seen)))
-
-
-def _count_lines(text: str, wanted: str | None) -> int:
-    """How many lines of a text, or of a piece of one, are `wanted`. Pieces end in front of white space."""
-    if wanted is None or wanted not in text:
-        return 0
-    return len(re.findall(rf"^{re.escape(wanted)}\r?$", text, re.MULTILINE))
 
 
 def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:

@@ -31,10 +31,6 @@ class Tokenizer(Protocol):
         """The id between two documents. None: documents are joined without one."""
 
     @property
-    def eot_text(self) -> str | None:
-        """The name of that id. Some files have it on lines of their own, between documents."""
-
-    @property
     def exact(self) -> bool:
         """Whether the ids of a text stand for exactly its bytes."""
 

@@ -54,7 +54,7 @@ def run_workload(name: str, workload: Workload, extra: list[str], out: Path) -> 
 def run_until(workload: Workload, extra: list[str], directory: Path, cache: str, steps: int) -> Observed:
     """Train `workload` in `directory` for `steps` steps, with `cache` as its compile cache."""
     command = [
-        sys.executable, "-m", "gptexp.train", "log=disabled", "log.progress=off", "data.val_tokens=0",
+        sys.executable, "-Pm", "gptexp.train", "log=disabled", "log.progress=off", "data.val_tokens=0",
         "train.eval_every_tokens=0", "train.save_every_tokens=0", f"train.max_steps={steps + 10**6}",
         "schedule=constant", f"hydra.run.dir={quoted(str(directory))}", *workload.overrides, *extra,
     ]  # fmt: skip

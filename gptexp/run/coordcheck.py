@@ -45,7 +45,8 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
     coordinates = measure(config, models, seeds)
     with run_dir.storage(out):
         out.mkdir(parents=True, exist_ok=True)
-        for image in pngs([picture(coordinates)]):
+        images = pngs([picture(coordinates)])
+        for image in images:
             (out / PICTURE).write_bytes(image)
     result = {
         "passes": not coordinates.failures,
@@ -64,7 +65,7 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
         print(json.dumps(run_dir.finite(result), indent=1))
     else:
         show(coordinates)
-        print(f"{out}/{PICTURE}, {out}/{NUMBERS}")
+        print(*(f"{out}/{name}" for name in [PICTURE] * len(images) + [NUMBERS]), sep=", ")
     return EXIT_FAILED if coordinates.failures else 0
 
 

@@ -18,7 +18,7 @@ OWN = "gptexp: "  # begins each line of an error of gptexp
 
 def resume_command(directory: Path) -> list[str]:
     """Return the command that starts or resumes the run in `directory`."""
-    return [sys.executable, "-m", "gptexp.resume", str(directory.absolute())]
+    return [sys.executable, "-Pm", "gptexp.resume", str(directory.absolute())]
 
 
 def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool]) -> str | None:
@@ -28,7 +28,7 @@ def ask(argv: Sequence[str], given: str, who: str, is_stopped: Callable[[], bool
     and the words that `who` failed.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", *argv],
+        [sys.executable, "-Pm", *argv],
         env={**without_launcher(os.environ), PARENT: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -55,8 +55,8 @@ def load_checkpoint(
             checkpoint.read(path, kind, parts)
     for group, saved in zip(groups, counts, strict=True):
         if unknown := saved.keys() - group.keys():
-            why = f"its optimizer counts {', '.join(sorted(unknown))}, which this one does not"
-            raise CheckpointError(f"{path}: does not fit the model ({why})")
+            why = f"of another version of its optimizer, which counted {', '.join(sorted(unknown))}"
+            raise CheckpointError(f"{path}: {why}; start a new run, with init_from for these weights")
         group.update(saved)
 
 

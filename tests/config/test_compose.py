@@ -123,10 +123,16 @@ def test_a_group_without_a_file_may_be_null() -> None:
 @pytest.mark.parametrize(
     "typed",
     ["sweep.name=7e10243", "schedule=null", "schedule=null,wsd", "log.note=1,2e5,x", "optim.lr=1e-3", "log.note='a,1'",
-     "data.path=['1','2','3']", "log.note=a b", "~x"],
+     "data.path=['1','2','3']", "data.path='1'", "log.note='null'", "log.note=###", "log.note=a b", "~x"],
 )  # fmt: skip
 def test_a_command_that_is_printed_has_what_was_typed(typed: str) -> None:
     assert as_typed(canonical([typed])) == [typed]
+
+
+@pytest.mark.parametrize("text", ["1e5 ", " 1e5", "###", "=====", "日本", "a;b&c", "<a> <b>"])
+def test_a_text_needs_no_quotes_of_hydra(text: str) -> None:
+    """As in Hydra, blanks around it are not part of it."""
+    assert compose([f"log.note={text}"]).log.note == text.strip()
 
 
 def test_values_of_a_sweep_over_texts_are_shown_as_typed() -> None:

@@ -507,7 +507,7 @@ def test_a_line_separates_documents(
     assert documents > 60
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "chars"])
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes", "chars", "tokenizer.json"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_lines_with_the_end_of_a_text_that_do_not_end_it_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tokenizer: str, name: str
@@ -516,14 +516,27 @@ def test_lines_with_the_end_of_a_text_that_do_not_end_it_are_counted(
     story = f"words of a story.\n{LINE}\n"
     (tmp_path / name).write_text(story * 130 if name == "a.txt" else json.dumps({"text": story}))
     number = "130 lines" if name == "a.txt" else "1 line"
+    if tokenizer == "tokenizer.json":  # whose end of a text has another name
+        library = pytest.importorskip("tokenizers")
+        tokenizer = str(tmp_path / tokenizer)
+        library.Tokenizer(library.models.WordLevel({"?": 0, "</s>": 1}, unk_token="?")).save(tokenizer)
     data = text_config(tmp_path / name, workers=1, tokenizer=tokenizer, cache_dir=str(tmp_path / "cache"))
     prepare(data)
     err = capfd.readouterr().err
     assert f"{tmp_path / name}: {number} with {LINE} alone" in err
-    assert f"data.separator='{LINE}'" in err
+    assert (f"data.separator='{LINE}'" in err) == (name == "a.txt")
     if name == "a.txt":
         prepare(replace(data, separator=LINE))
         assert "alone" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "is_there"), [(LINE, True), (f"{LINE} ", False), ("---", False)])
+def test_a_separator_that_no_line_has_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], line: str, is_there: bool
+) -> None:
+    (tmp_path / "a.txt").write_text(f"one\n{line}\ntwo\n")
+    prepare(text_config(tmp_path / "a.txt", separator=LINE, workers=1, cache_dir=str(tmp_path / "cache")))
+    assert ("data.separator" in capfd.readouterr().err) != is_there
 
 
 def test_a_text_without_the_separator_is_read_in_pieces(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from gptexp.reporting.listings.terminal_table import texts_of
 from gptexp.reporting.page.report import build_report
 from gptexp.reporting.page.write import numbers, show, write_report
 from gptexp.reporting.words.answers import table_of_answers
+from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -146,6 +147,18 @@ def test_without_memory_for_pictures_a_report_has_all_but_them(
     assert "the page: " in said
     assert not list(root.glob("pictures/*"))
     assert json.loads((root / "report.json").read_text()) == report_of(root)
+
+
+def test_a_process_that_gptexp_starts_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    [image] = pngs([{"mark": "point", "data": {"values": []}}])
+    assert image.startswith(b"\x89PNG")
+    resumed = subprocess.run(resume_command(tmp_path), capture_output=True, text=True)
+    assert "imported" not in resumed.stderr
+    assert resumed.returncode == 2
 
 
 @pytest.mark.parametrize(

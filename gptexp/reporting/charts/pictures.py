@@ -57,7 +57,7 @@ def bundle() -> str:
 
 def _converted(request: list[dict[str, Any]] | str, without: str) -> list[str]:
     """What `main` answers; nothing, after a line that begins with `without`, if its process fails."""
-    child = subprocess.run([sys.executable, "-m", __name__], input=json.dumps(request).encode(), capture_output=True)
+    child = subprocess.run([sys.executable, "-Pm", __name__], input=json.dumps(request).encode(), capture_output=True)
     if child.returncode == 0:
         answer: list[str] = json.loads(child.stdout)
         return answer
