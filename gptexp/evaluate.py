@@ -14,6 +14,7 @@ from gptexp.config.paths import absolute, is_file, matching_files, no_files
 from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.process.errors import ConfigError, DataError
+from gptexp.process.fields import OF_CODECS, is_encoding
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_checkpoint
@@ -39,6 +40,7 @@ def _parser() -> Parser:
     parser.add_checkpoint(what)
     what = "file or glob to use instead of the run's validation text; may be repeated; a line for each file"
     parser.add_argument("--data", action="append", metavar="PATH", help=what)
+    parser.add_argument("--encoding", metavar="NAME", help="of these files (default: the run's data.encoding)")
     parser.add_argument("--val-tokens", type=int, metavar="N", help="validation tokens (default: as in the run)")
     parser.add_argument(
         "--tasks",
@@ -61,6 +63,10 @@ def _print_loss(args: argparse.Namespace) -> None:
     directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
     config, texts = run_dir.load_config(directory), _files(args.data or [])
     data, tokens = config.data, args.val_tokens
+    if args.encoding is not None:
+        if not texts or not is_encoding(args.encoding):
+            raise ConfigError(f"--encoding={shown(args.encoding)}: {OF_CODECS if texts else 'only --data reads it'}")
+        data.encoding = args.encoding
     if texts and data.val_ratio is not None and tokens is None:
         raise ConfigError(
             f"--data {shown(texts[0])}: the run holds out data.val_ratio={data.val_ratio:g} of its own text, and no "
@@ -109,7 +115,7 @@ def _of_text(config: Config, directory: Path, text: str, tokens: int) -> Config:
 
 
 def _print_tasks(args: argparse.Namespace) -> None:
-    for flag in ("--data", "--val-tokens"):
+    for flag in ("--data", "--encoding", "--val-tokens"):
         if (value := getattr(args, flag[2:].replace("-", "_"))) is not None:
             first = value[0] if isinstance(value, list) else value
             raise ConfigError(f"{flag}={shown(first)}: only the validation loss reads it; leave it out")

@@ -122,7 +122,8 @@ def _encoding_of(span: Span, head: bytes) -> str:
         needed = f"has no byte-order mark; use data.encoding={span.encoding}-le or {span.encoding}-be"
         raise DataError(f"{span.path}: {needed}")
     if marked is None and not span.encoding.startswith(UTF_8) and is_plainly_utf_8(head):
-        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; leave out data.encoding, or convert it to that")
+        fix = "use data.encoding=utf-8 (evaluate: --encoding utf-8)"
+        raise DataError(f"{span.path}: is UTF-8, not {span.encoding}; {fix}")
     return marked or span.encoding
 
 
@@ -194,7 +195,7 @@ def _refuse_other_encoding(part: Part, seen: Seen) -> None:
     if not seen.is_mostly_text:
         raise DataError(
             f"{first_replaced(part, seen)}, nor are {seen.replaced / seen.read:.1%} of the first {seen.read:,} bytes; "
-            "set data.encoding to that of the text, such as gbk or latin-1, or convert it to UTF-8"
+            "set data.encoding (evaluate: --encoding) to the text's, such as gbk or latin-1, or convert it to UTF-8"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
+OF_CODECS = "must be one of Python's codecs for text, such as utf-8, gbk, latin-1 or utf-16-le"
 MOST_LAYERS = 10_000  # more than any model has
 MOST_RANKS = 1_000_000  # more than any run has
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
@@ -68,8 +69,7 @@ def directory_name(default: str | None) -> Any:
 
 def encoding_name(default: str) -> Any:
     """The name of one of Python's codecs for text."""
-    rule = "must be one of Python's codecs for text, such as utf-8, gbk, latin-1 or utf-16-le"
-    return ruled(default, _is_encoding, rule, "unknown-encoding")
+    return ruled(default, is_encoding, OF_CODECS, "unknown-encoding")
 
 
 def one_line(default: str | None) -> Any:
@@ -77,7 +77,7 @@ def one_line(default: str | None) -> Any:
     return ruled(default, lambda v: v.strip() != "" and "\n" not in v, "must be one line with text", "not-a-line")
 
 
-def _is_encoding(name: str) -> bool:
+def is_encoding(name: str) -> bool:
     """Whether a codec decodes bytes of any length, and reports those that it cannot decode (idna does neither)."""
     try:
         letter = "a".encode(name)  # refuses codecs that do not encode text, such as hex

@@ -1,7 +1,7 @@
 """Files with the weights of a model that another program has saved. Code in a file is not run."""
 
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptexp.process import pointers
 from gptexp.process.errors import CheckpointError, first_line
+from gptexp.process.words import listed
 from gptexp.storage.checkpoint import read_tensors
 from gptexp.storage.reader import read_json
 
@@ -61,11 +62,6 @@ class _GPTConfig:
     """In place of the class of the config in a checkpoint of build-nanogpt: gets its fields, not its code."""
 
 
-_KNOWN_CLASSES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    (_GPTConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")
-]
-
-
 def read_nanogpt(file: Path, device: str = "cpu") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The model's arguments and the weights in a checkpoint of nanoGPT or build-nanogpt, which are put on `device`.
 
@@ -81,14 +77,20 @@ def read_nanogpt(file: Path, device: str = "cpu") -> tuple[dict[str, Any], dict[
 
 def _unpickled(file: Path, device: str) -> Any:
     """What `torch.save` has written, with its tensors on `device`."""
+    foreign: list[str] = []
     try:
         mapped = zipfile.is_zipfile(file)  # False for files that torch before 1.6 saved
-        with torch.serialization.safe_globals(_KNOWN_CLASSES):
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(file) if mapped else []
+        configs: list[Any] = [(_GPTConfig, name) for name in foreign if name.endswith(".GPTConfig")]
+        with torch.serialization.safe_globals(configs):
             return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except OSError as error:
         why = error.strerror or first_line(error)
     except UnpicklingError:
         why = "it is no file of torch.save, or holds more than tensors and plain values, which would run code"
+        if foreign:
+            held = f"holds {listed(foreign[:3])}, which would run code; save it with tensors and plain values only"
+            raise CheckpointError(f"{file}: {held}") from None
     except Exception:  # torch's reader raises many types, some of them of the modules that it uses
         why = "it is damaged, or no file of torch.save"
     known = pointers.why_unreadable(file) or f"cannot be read ({why}); copy or download it again"

@@ -271,7 +271,10 @@ class _Loop:
         if cfg.nonfinite == "skip":
             self.nonfinite_in_a_row = 0
         if trend.diverged(loss, step.batch.total_batch_size, self.t.plan.tokens, cfg.divergence_nats):
-            fix = "lower optim.lr, or lengthen the warm-up; the same command with train.divergence_nats=null goes on"
+            fix = (
+                "lower optim.lr, or lengthen the warm-up; with train.divergence_nats=null the same command continues a "
+                "run, and a sweep begins its cells anew"
+            )
             if not self.t.dataset.order.shuffled:
                 fix = f"or another kind of text has begun, since data.order=sequential does not mix the text; {fix}"
             raise DivergedError(

@@ -138,7 +138,7 @@ class GPTConfig:
     n_embd: int = SHAPE["n_embd"]
 
 
-@pytest.mark.parametrize("module", ["__main__", "train_gpt2"])
+@pytest.mark.parametrize("module", ["__main__", "mytrain"])
 def test_a_checkpoint_of_build_nanogpt_has_the_same_logits_here(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

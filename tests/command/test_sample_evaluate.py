@@ -65,6 +65,23 @@ def test_evaluate_prints_a_line_for_each_file_of_each_data(finished: Path, gptex
     assert "texts/*.md" in missing.stderr
 
 
+def test_evaluate_reads_the_encoding_that_it_is_given(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
+    text = "Le garçon a mangé près de la forêt. " * 30
+    for name, encoding in (("utf.txt", "utf-8"), ("latin.txt", "latin-1")):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+
+    def loss(*more: str) -> float:
+        done = gptexp("evaluate", str(finished), *more, "--val-tokens", "48")
+        assert done.returncode == 0, done.stderr
+        return float(json.loads(done.stdout)["val/loss"])
+
+    assert loss("--data", "latin.txt", "--encoding", "latin-1") == loss("--data", "utf.txt")
+    for more in (["--data", "latin.txt"], ["--data", "utf.txt", "--encoding", "nonsense"], ["--encoding", "gbk"]):
+        refused = gptexp("evaluate", str(finished), *more, "--val-tokens", "48")
+        assert refused.returncode in (2, 3), more
+        assert len(refused.stderr.splitlines()) == 1
+
+
 def test_evaluate_refuses_more_tokens_than_were_held_out(finished: Path, gptexp: Gptexp) -> None:
     more = gptexp("evaluate", str(finished), "--val-tokens", "128")
     assert (more.returncode, "the run has 112; use fewer, or give --data FILE" in more.stderr) == (
