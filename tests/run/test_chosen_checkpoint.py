@@ -127,6 +127,7 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
     assert begun.returncode == 0, begun.stderr
     for key, weight in load_file("new/checkpoints/step-00000001/model.safetensors").items():
         torch.testing.assert_close(weight, before[key], atol=1e-9, rtol=1e-6)
+    assert run_dir.load_config(Path("new")).init_from == f"{run}@4", "another checkpoint may be the best later"
     branched = gptexp("train", "branch_from=run@best", "train.max_steps=8", "hydra.run.dir=branch")
     assert branched.returncode == 0, branched.stderr
     assert run_dir.load_config(Path("branch")).branch_from == f"{run}@4"
@@ -134,6 +135,14 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
         assert find(name, "init_from").step == 4
         assert (parent := branch.find(name)) is not None
         assert (parent.directory, parent.step) == (run, 4)
+
+
+@pytest.mark.usefixtures("run")
+def test_in_a_sweep_best_is_the_step_that_it_stands_for(gptexp: Gptexp, tiny: list[str]) -> None:
+    swept = gptexp("train", "-m", *tiny, *BYTES, "train.max_steps=1", "init_from=run@best,run@4", "sweep.name=s")
+    assert swept.returncode == 0, swept.stderr
+    [cell] = Path("outputs/s").glob("*/config.yaml")
+    assert str(run_dir.load_config(cell.parent).init_from).endswith("run@4")
 
 
 def without_best(run: Path) -> None:
