@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 import gptexp
 from gptexp import evaluate
+from gptexp.command.start import resume
 from gptexp.process.errors import UserError
+from gptexp.process.signals import StopRequest
 from gptexp.run.load import load_pretrained
 from gptexp.storage import branch, run_dir
 from gptexp.storage.init_from import find
@@ -161,6 +163,7 @@ REFUSED: list[tuple[Sequence[str], Callable[[Path], object], int]] = [
     (["evaluate", "run", "--checkpoint", "5"], lambda _: None, 2),
     (["evaluate", "run", "--checkpoint", "first"], lambda _: None, 2),
     (["evaluate", "run", "--checkpoint", "²"], lambda _: None, 2),
+    (["evaluate", "run", "--checkpoint", ""], lambda _: None, 2),
     (["evaluate", "run@4", "--checkpoint", "12"], lambda _: None, 2),
     (["evaluate", "nowhere@4"], lambda _: None, 2),
     (["sample", "run@5"], lambda _: None, 2),
@@ -190,6 +193,20 @@ def test_a_checkpoint_that_is_not_there_is_refused_in_one_line(
         assert "12, 4" in str(refused.value), "the steps that there are"
     if change is without_best:
         assert "train.keep_best" in str(refused.value)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("given", ["run@best", "run@4", "run/checkpoints/step-00000004"])
+def test_a_run_is_resumed_from_no_other_checkpoint_than_its_newest(given: str) -> None:
+    with pytest.raises(UserError, match=f"branch_from={given}") as refused:
+        resume(Path(given), None, None, StopRequest())
+    assert refused.value.exit_code == 2
+
+
+def test_evaluate_names_the_file_that_is_too_short(run: Path) -> None:
+    Path("short.txt").write_text("01")
+    with pytest.raises(UserError, match=r"short\.txt"):
+        evaluate.main([str(run), "--data", "short.txt"])
 
 
 def test_a_directory_with_an_at_sign_in_its_name_is_that_directory(run: Path) -> None:
