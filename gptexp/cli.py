@@ -16,7 +16,7 @@ VERBS = {
     "plan": "describe a run or a sweep without training it",
     "prepare": "tokenise a corpus into the cache",
     "resume": "continue an unfinished run",
-    "sample": "print text from the newest checkpoint of a run, or of a sweep's best run",
+    "sample": "print text from a checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "export": "write a checkpoint as a directory that Hugging Face's transformers loads",
     "coordcheck": "check that activations keep their size when a model gets wider",

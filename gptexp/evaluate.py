@@ -90,7 +90,10 @@ def _print_loss(args: argparse.Namespace) -> None:
         found = evaluate_checkpoint(loaded, directory, config, True, held_out)
         print(json.dumps({"directory": str(directory), **found}))
     for text in texts:
-        found = evaluate_checkpoint(loaded, directory, _of_text(config, directory, text, asked), False)
+        try:
+            found = evaluate_checkpoint(loaded, directory, _of_text(config, directory, text, asked), False)
+        except DataError as error:  # names a directory of the cache
+            raise DataError(f"--data {shown(text)}: {error}") from None
         print(json.dumps({"directory": str(directory), "data": text, **found}), flush=True)
 
 

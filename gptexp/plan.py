@@ -21,6 +21,7 @@ from gptexp.process.fields import AUTO
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
 from gptexp.storage import branch
+from gptexp.storage.init_from import with_step
 from gptexp.storage.inventory import refuse_sweep_in
 
 MICRO_BATCH = "batch.micro_batch_size"
@@ -112,7 +113,7 @@ def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
 
     def checked() -> Config:
         parent = branch.find(composed.branch_from)
-        return to_config(composed, composed.hydra.overrides.task, launcher_world_size(), parent)
+        return with_step(to_config(composed, composed.hydra.overrides.task, launcher_world_size(), parent))
 
     try:
         return checked()

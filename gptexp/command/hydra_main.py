@@ -45,7 +45,7 @@ from gptexp.process.words import shown
 from gptexp.run.requirements import require_devices, require_tasks
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_free
-from gptexp.storage.init_from import of_config
+from gptexp.storage.init_from import of_config, with_step
 from gptexp.storage.inventory import refuse_run_in, refuse_sweep_in
 
 # Trains a config, given the composition that it came from. Returns an exit code.
@@ -189,7 +189,7 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
 def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_size: int | None) -> int:
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
     parent, overrides = branch.find(cfg.branch_from), cfg.hydra.overrides.task
-    config = to_config(cfg, overrides, launcher_world_size, parent)
+    config = with_step(to_config(cfg, overrides, launcher_world_size, parent))
     take_choices(cfg, overrides, parent)
     HydraConfig.instance().set_config(cfg)  # the name of the directory contains a choice of a group
     directory = Path(cfg.hydra.run.dir)

@@ -44,6 +44,12 @@ def resume(
 
     Under a launcher, `leader` trains with all of its ranks.
     """
+    run, chosen = run_dir.run_and_checkpoint(str(directory))
+    if chosen is not None:
+        raise ConfigError(
+            f"{directory}: a run is resumed from its newest checkpoint; give {run}, or start another run from that "
+            f"checkpoint with gptexp train branch_from={directory}"
+        )
     directory = directory.absolute()
     config = run_dir.load_config(directory)
     if world_size is not None:

@@ -54,7 +54,7 @@ class NoiseScale:
 
     def take(self, norms: Norms, tokens: int, half_life_tokens: float) -> None:
         """Add the norms of a step that ends after `tokens` tokens. The weight of older steps halves each half-life."""
-        keep = 0.5 ** ((tokens - self.tokens) / half_life_tokens)
+        keep = 0.5 ** (max(0, tokens - self.tokens) / half_life_tokens)
         self.signal_sum = keep * self.signal_sum + (1 - keep) * norms.signal()
         self.noise_sum = keep * self.noise_sum + (1 - keep) * norms.noise()
         self.weight = keep * self.weight + (1 - keep)
@@ -62,18 +62,18 @@ class NoiseScale:
 
     @property
     def signal(self) -> float:
-        """|G|²."""
-        return self.signal_sum / self.weight
+        """|G|²; NaN while the estimates have no weight, as with a half-life that is far longer than the run."""
+        return self.signal_sum / self.weight if self.weight > 0 else math.nan
 
     @property
     def noise(self) -> float:
-        """tr S of one sequence."""
-        return self.noise_sum / self.weight
+        """tr S of one sequence; NaN as `signal` is."""
+        return self.noise_sum / self.weight if self.weight > 0 else math.nan
 
     @property
     def valid_noise(self) -> float:
         """`noise`; 0 as long as it is not positive, or nothing was measured."""
-        return self.noise if self.noise_sum > 0 else 0.0
+        return self.noise if self.noise > 0 else 0.0
 
     @property
     def sequences(self) -> float:

@@ -101,7 +101,8 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
             override = parser.parse_override(spelt)
         except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
             rule = (
-                "not a key=value override; quote a value that contains = , : { [ ü or spaces, inside the shell's quotes"
+                "not a key=value override; quote a value that contains = , : { [ spaces or letters outside ASCII, "
+                "inside the shell's quotes"
             )
             problems.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue

@@ -160,8 +160,10 @@ def val_batches(
 
 
 def val_bytes_per_token(dataset: Dataset, tokenizer: Tokenizer) -> float:
-    """Bytes of text that a validation target stands for, on average over all targets."""
+    """Bytes of text that a validation target stands for, on average over all targets. Raises `DataError`."""
     lengths = np.array(bytes_of_ids(tokenizer))
+    if dataset.val.max_id >= len(lengths):
+        raise DataError(f"{dataset.val.directory}: contains id {dataset.val.max_id:,}, which the tokenizer lacks")
     parts = np.array_split(dataset.val_starts, len(dataset.val_starts) // WINDOWS_AT_ONCE + 1)
     total = sum(int(lengths[dataset.rows(dataset.val, part)[:, 1:]].sum()) for part in parts)
     return total / (len(dataset.val_starts) * dataset.seq_len)

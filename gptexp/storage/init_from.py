@@ -5,7 +5,7 @@ of nanoGPT or build-nanogpt. This file checks what can be checked before torch i
 the weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,6 +76,18 @@ def find(name: str, given: str, weights: bool = False) -> Source:
 def of_config(init_from: str, weights: bool = False) -> Source:
     """`find` for a value of `init_from`."""
     return find(init_from, f"init_from={init_from}", weights)
+
+
+def with_step(config: Config) -> Config:
+    """`config` with the step of the checkpoint in place of `best` in `init_from`: another one may be the best later.
+
+    Raises `ConfigError` if that run has no best checkpoint.
+    """
+    directory, checkpoint = run_dir.run_and_checkpoint(config.init_from or "")
+    if checkpoint != run_dir.BEST or not run_dir.is_run(Path(directory)):
+        return config
+    step = run_dir.choose_step(Path(directory), checkpoint, f"init_from={config.init_from}")
+    return replace(config, init_from=f"{directory}@{step}")
 
 
 def check(config: Config, init_from: str) -> None:

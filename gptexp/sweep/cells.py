@@ -35,7 +35,7 @@ from gptexp.process.errors import ConfigError, Problem, UserError
 from gptexp.process.fields import AUTO
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
-from gptexp.storage.init_from import choose_vocab_size
+from gptexp.storage.init_from import choose_vocab_size, with_step
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys, with_arguments
 
@@ -134,7 +134,7 @@ def draft_cells(
             composition.sweep.cells = total
         try:
             parent = branch.find(composition.branch_from)
-            checked = to_config(composition, overrides, launcher_world_size(), parent)
+            checked = with_step(to_config(composition, overrides, launcher_world_size(), parent))
             take_choices(composition, overrides, parent)
             drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:

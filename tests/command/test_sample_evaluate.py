@@ -36,6 +36,15 @@ def test_evaluate_prints_the_runs_own_loss_as_json(finished: Path, gptexp: Gptex
     assert own["directory"] == str(finished)
 
 
+def test_evaluate_with_a_tokenizer_that_lacks_ids_has_the_loss_alone(copied: Path, gptexp: Gptexp) -> None:
+    (copied / "tokenizer.json").write_text('{"characters": "x"}')
+    done = gptexp("evaluate", str(copied))
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    assert "val/loss" in found
+    assert "val/bpb" not in found
+
+
 def test_evaluate_accepts_another_text(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("Completely different words, never seen in training. " * 40)
     other = json.loads(gptexp("evaluate", str(finished), "--data", "other.txt", "--val-tokens", "96").stdout)

@@ -98,3 +98,15 @@ def test_the_scale_is_nan_without_a_positive_signal() -> None:
     assert averages.signal < 0
     assert math.isnan(averages.sequences)
     assert math.isnan(NoiseScale().sequences)
+
+
+@pytest.mark.parametrize(("saved", "half_life"), [({}, 1e30), ({"tokens": 10**18}, 2048), ({"noise_sum": 1.0}, 1e30)])
+def test_without_weight_the_averages_are_nan(saved: dict[str, Any], half_life: float) -> None:
+    """The half-life is far longer than the run, or a checkpoint says that more tokens were read than there are."""
+    scale = NoiseScale(**saved)
+    norms = Norms(small=2.0, big=1.0, small_sequences=4, big_sequences=32)
+    assert scale.valid_noise == 0
+    scale.take(norms, 256, half_life)
+    assert (scale.valid_noise, scale.weight) == (0, 0)
+    assert all(math.isnan(value) for value in (scale.signal, scale.noise))
+    assert scale.metrics(norms, 0.5, 64)

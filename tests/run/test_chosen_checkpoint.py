@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 import gptexp
 from gptexp import evaluate
+from gptexp.command.start import resume
 from gptexp.process.errors import UserError
+from gptexp.process.signals import StopRequest
 from gptexp.run.load import load_pretrained
 from gptexp.storage import branch, run_dir
 from gptexp.storage.init_from import find
@@ -127,6 +129,7 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
     assert begun.returncode == 0, begun.stderr
     for key, weight in load_file("new/checkpoints/step-00000001/model.safetensors").items():
         torch.testing.assert_close(weight, before[key], atol=1e-9, rtol=1e-6)
+    assert run_dir.load_config(Path("new")).init_from == f"{run}@4", "another checkpoint may be the best later"
     branched = gptexp("train", "branch_from=run@best", "train.max_steps=8", "hydra.run.dir=branch")
     assert branched.returncode == 0, branched.stderr
     assert run_dir.load_config(Path("branch")).branch_from == f"{run}@4"
@@ -134,6 +137,14 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
         assert find(name, "init_from").step == 4
         assert (parent := branch.find(name)) is not None
         assert (parent.directory, parent.step) == (run, 4)
+
+
+@pytest.mark.usefixtures("run")
+def test_in_a_sweep_best_is_the_step_that_it_stands_for(gptexp: Gptexp, tiny: list[str]) -> None:
+    swept = gptexp("train", "-m", *tiny, *BYTES, "train.max_steps=1", "init_from=run@best,run@4", "sweep.name=s")
+    assert swept.returncode == 0, swept.stderr
+    [cell] = Path("outputs/s").glob("*/config.yaml")
+    assert str(run_dir.load_config(cell.parent).init_from).endswith("run@4")
 
 
 def without_best(run: Path) -> None:
@@ -152,6 +163,7 @@ REFUSED: list[tuple[Sequence[str], Callable[[Path], object], int]] = [
     (["evaluate", "run", "--checkpoint", "5"], lambda _: None, 2),
     (["evaluate", "run", "--checkpoint", "first"], lambda _: None, 2),
     (["evaluate", "run", "--checkpoint", "²"], lambda _: None, 2),
+    (["evaluate", "run", "--checkpoint", ""], lambda _: None, 2),
     (["evaluate", "run@4", "--checkpoint", "12"], lambda _: None, 2),
     (["evaluate", "nowhere@4"], lambda _: None, 2),
     (["sample", "run@5"], lambda _: None, 2),
@@ -181,6 +193,20 @@ def test_a_checkpoint_that_is_not_there_is_refused_in_one_line(
         assert "12, 4" in str(refused.value), "the steps that there are"
     if change is without_best:
         assert "train.keep_best" in str(refused.value)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("given", ["run@best", "run@4", "run/checkpoints/step-00000004"])
+def test_a_run_is_resumed_from_no_other_checkpoint_than_its_newest(given: str) -> None:
+    with pytest.raises(UserError, match=f"branch_from={given}") as refused:
+        resume(Path(given), None, None, StopRequest())
+    assert refused.value.exit_code == 2
+
+
+def test_evaluate_names_the_file_that_is_too_short(run: Path) -> None:
+    Path("short.txt").write_text("01")
+    with pytest.raises(UserError, match=r"short\.txt"):
+        evaluate.main([str(run), "--data", "short.txt"])
 
 
 def test_a_directory_with_an_at_sign_in_its_name_is_that_directory(run: Path) -> None:

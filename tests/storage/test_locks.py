@@ -16,7 +16,7 @@ from conftest import summary, wait_for
 from real_runs import begun
 
 from gptexp.storage import locks
-from gptexp.storage.locks import Lock, is_taken, take
+from gptexp.storage.locks import is_taken, take
 
 Start = Callable[..., subprocess.Popen[str]]
 Sabotage = Callable[[str, str], dict[str, str]]
@@ -92,12 +92,9 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    held.append(take(tmp_path / ".lock"))
+    take(tmp_path / ".lock")  # until this process ends
     [path] = tmp_path.glob(".lock.alone-*")
     return path
-
-
-held: list[Lock] = []  # else the collector could close them
 
 
 def test_a_marker_of_a_process_that_has_ended_counts_no_more(marker: Path) -> None:

@@ -35,7 +35,7 @@ def one_checkpoint(given: str, checkpoint: str | None = None, averaged: bool = F
     directory = one_run(Path(name))
     run_dir.require_checkpoint(directory, averaged)
     argument = given if checkpoint is None else f"--checkpoint={shown(checkpoint)}"
-    return directory, run_dir.choose_step(directory, checkpoint or chosen, argument)
+    return directory, run_dir.choose_step(directory, chosen if checkpoint is None else checkpoint, argument)
 
 
 def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
