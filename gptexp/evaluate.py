@@ -89,12 +89,16 @@ def _print_loss(args: argparse.Namespace) -> None:
         data.val_tokens = data.val_tokens if data.val_path is None else asked
         found = evaluate_checkpoint(loaded, directory, config, True, held_out)
         print(json.dumps({"directory": str(directory), **found}))
+    problems: list[str] = []
     for text in texts:
         try:
             found = evaluate_checkpoint(loaded, directory, _of_text(config, directory, text, asked), False)
-        except DataError as error:  # names a directory of the cache
-            raise DataError(f"--data {shown(text)}: {error}") from None
-        print(json.dumps({"directory": str(directory), "data": text, **found}), flush=True)
+        except DataError as error:  # names a directory of the cache; the other files are scored
+            problems += (f"--data {shown(text)}: {problem}" for problem in error.problems)
+        else:
+            print(json.dumps({"directory": str(directory), "data": text, **found}), flush=True)
+    if problems:
+        raise DataError(problems)
 
 
 def _files(patterns: list[str]) -> list[str]:
