@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from refusals import codes_in
-from texts import ids_of, stream_of
+from texts import ids_of, stream_of, write_megatron
 
 from gptexp.config.schema import DataConfig
 from gptexp.data import prepare as preparation
@@ -312,16 +312,10 @@ def npy(path: Path, tokens: list[int], draw: random.Random, dtype: str = "<u2") 
 
 def megatron(path: Path, tokens: list[int], draw: random.Random, code: int = 8, ends: int = 1) -> None:
     """`ends=0`: without the ends of texts in the lengths."""
-    np.array(tokens, "<u2" if code == 8 else "<i4").tofile(path)
     cuts = [0, *(at + 1 for at, id in enumerate(tokens) if id == END_OF_TEXT)]
     cuts += [len(tokens)] * (cuts[-1] != len(tokens))
     lengths = [end - start - 1 + ends for start, end in pairwise(cuts)]
-    starts = np.cumsum([0, *lengths[:-1]]) * (2 if code == 8 else 4)
-    path.with_suffix(".idx").write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
-        + np.array(lengths, "<i4").tobytes() + np.array(starts, "<i8").tobytes()
-        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
-    )  # fmt: skip
+    write_megatron(path, tokens, lengths, code)
 
 
 def raw(path: Path, tokens: list[int], _draw: random.Random, dtype: str = "<u2") -> None:

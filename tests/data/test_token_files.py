@@ -4,14 +4,13 @@ import json
 import pickle
 import random
 import resource
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from texts import ids_of, stream_of
+from texts import ids_of, stream_of, write_megatron
 
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data import token_files
@@ -45,14 +44,7 @@ def npy(path: Path, ids: list[int], dtype: Any = np.uint16) -> None:
 
 
 def megatron(path: Path, ids: list[int], code: int = 8) -> None:
-    raw(path, ids, {8: "<u2", 4: "<i4"}[code])
-    lengths = [1000] * (len(ids) // 1000) + [len(ids) % 1000]
-    starts = np.cumsum([0, *lengths[:-1]]) * (2 if code == 8 else 4)
-    path.with_suffix(".idx").write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(lengths) + 1)
-        + np.array(lengths, "<i4").tobytes() + np.array(starts, "<i8").tobytes()
-        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
-    )  # fmt: skip
+    write_megatron(path, ids, [1000] * (len(ids) // 1000) + [len(ids) % 1000], code)
 
 
 Writer = Callable[[Path, list[int]], None]
@@ -273,12 +265,7 @@ def without_ends(path: Path, code: int, sentences: int) -> list[int]:
         if len(lengths) > ends[-1]:
             ids.append(END_OF_TEXT)
         ends.append(len(lengths))
-    raw(path, ids, {8: "<u2", 4: "<i4"}[code])
-    starts = np.cumsum([0, *lengths[:-1]]) * (2 if code == 8 else 4)
-    path.with_suffix(".idx").write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(ends)) + np.array(lengths, "<i4").tobytes()
-        + np.array(starts, "<i8").tobytes() + np.array(ends, "<i8").tobytes()
-    )  # fmt: skip
+    write_megatron(path, ids, lengths, code, ends)
     return ids
 
 
