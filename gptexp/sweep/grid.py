@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.plugins import Plugins
+from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
@@ -55,18 +56,30 @@ def build_sweeper(config: DictConfig, context: HydraContext, task: Any) -> CellS
 
     Raises `ConfigError` for a sweeper or launcher that is not gptexp's.
     """
-    _register()
+    _register(config.hydra.sweeper._target_)
     name_sweep(config)
     sweeper: Any = Plugins.instance().instantiate_sweeper(hydra_context=context, task_function=task, config=config)
     assert isinstance(sweeper, CellSweeper)
     return sweeper
 
 
-def _register() -> None:
-    """Register the plugins under the names that the files in conf/hydra/ use."""
+def _register(sweeper: str) -> None:
+    """Register the plugins under the names that the files in conf/hydra/ use. `sweeper`: the one that will be built."""
     plugins = Plugins.instance()  # scans hydra_plugins, and must do so before the module below exists
     module = ModuleType(PLUGINS)
-    for plugin in (CellLauncher, SubmititLauncher, RayLauncher, GridSweeper, RandomSweeper, OptunaSweeper):
+    known: list[type[Plugin]] = [
+        CellLauncher,
+        SubmititLauncher,
+        RayLauncher,
+        GridSweeper,
+        RandomSweeper,
+        OptunaSweeper,
+    ]
+    if sweeper.endswith(".TuneSweeper"):
+        from gptexp.sweep.tune import TuneSweeper  # imports scipy
+
+        known.append(TuneSweeper)
+    for plugin in known:
         plugins.register(plugin)
         setattr(module, plugin.__name__, plugin)
     parent, _, child = PLUGINS.partition(".")

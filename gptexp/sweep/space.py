@@ -153,4 +153,6 @@ def swept_keys(config: DictConfig) -> list[str]:
         swept = any(override is not None and override.is_sweep_override() for override in overrides)
         return swept or len({override and override.input_line for override in overrides}) > 1
 
-    return [key for key in dict.fromkeys(key for mapping in mappings for key in mapping) if varies(key)]
+    keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+    searched = config.hydra.sweeper.get("key")  # by `gptexp tune`, which chooses its values
+    return [*filter(varies, keys), *([searched] if searched and not (searched in keys and varies(searched)) else [])]

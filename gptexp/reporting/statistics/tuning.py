@@ -1,0 +1,214 @@
+"""Which run to make next to find the best learning rate of a batch size, and when to stop.
+
+Every run has its full length, because early losses rank learning rates backwards. The first runs lie an octave (a
+factor of two) apart, and go on until a learning rate lies between two that are worse. From then on, the next run is the
+one that lowers the variance of log2 of the best learning rate most: at a learning rate between others, or with another
+seed. How far it lowers it follows from the posterior's draws, as if all were normal (Chaloner and Verdinelli 1995,
+Bayesian Experimental Design, Statistical Science 10:273).
+
+Nothing here depends on time or chance: the same results always lead to the same next run.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from gptexp.reporting.statistics.curves import CLOSEST, BatchFit, Curves
+from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.posterior import NARROWEST, interval
+from gptexp.reporting.statistics.prior import starts
+
+OCTAVE = 2.0
+SAME = 1.02  # learning rates within this ratio are one
+FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
+REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
+WIDEST = 4096.0  # largest over smallest learning rate
+SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
+
+Why = Literal["first", "bracket", "narrow", "noise"]
+Stop = Literal["narrow", "flat", "exhausted"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: its batch size in tokens, learning rate, and how many seeds its cell has before it."""
+
+    batch: int
+    lr: float
+    repeat: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The next run at a batch size. Widths of the 95% interval in octaves; None before a minimum is bracketed."""
+
+    trial: Trial
+    why: Why
+    now: float | None = None
+    then: float | None = None  # expected
+
+    @property
+    def gain(self) -> float:
+        """By how many octaves of its width the interval becomes narrower; infinite before there is an interval."""
+        return math.log2(self.now / self.then) if self.now is not None and self.then else math.inf
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When the best learning rate is known well enough, and which runs may be made for it."""
+
+    within: float  # octaves on each side of the 95% interval
+    seeds: int  # the most of a cell
+    rates: Sequence[float] = field(default=())  # the only learning rates; empty: any
+
+    def nearest(self, lr: float) -> float:
+        return min(self.rates, key=lambda rate: abs(math.log(rate / lr)), default=lr)
+
+
+class Search:
+    """The search at one batch size: its results so far, and what runs now."""
+
+    def __init__(self, curves: Curves, batch: int, running: Sequence[Trial], goal: Goal) -> None:
+        """`running`: the runs of all batch sizes that have not ended."""
+        self.batch, self.goal, self.curves = batch, goal, curves
+        self.losses = curves.losses.get(batch, {})
+        self.diverged = curves.diverged.get(batch, [])
+        self.running = [trial for trial in running if trial.batch == batch]
+        self.tried = sorted({*self.losses, *self.diverged, *(trial.lr for trial in self.running)})
+
+    def next_step(self, start: float) -> Step | Stop | None:
+        """The next run, or why there is none; None if that depends on runs that have not ended.
+
+        `start`: where to begin without any result.
+        """
+        if not self.tried:
+            return Step(Trial(self.batch, self.goal.nearest(start)), "first")
+        if (lr := self._outside()) is not None:
+            return Step(Trial(self.batch, lr), "bracket")
+        if len(self.losses) < 2:
+            return None if self.running else "exhausted"
+        fit = self.curves.fits[self.batch]
+        return self._reached(fit) or self._narrowing(fit)
+
+    def _outside(self) -> float | None:
+        """A learning rate outside those tried, if none of them is known to be too high, or too low."""
+        best = min(self.losses, key=lambda lr: self.curves.means[self.batch, lr], default=None)
+        if best is None and self.diverged:
+            return self._beyond(self.tried[0], 1 / OCTAVE)
+        centre = best if best is not None else self.running[0].lr
+        for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
+            if math.isclose(end, centre) and (lr := self._beyond(end, factor)) is not None:
+                return lr
+        return None
+
+    def _beyond(self, end: float, factor: float) -> float | None:
+        """The learning rate `factor` times an end of those tried; None if it may not be run."""
+        lr = self.goal.nearest(end * factor)
+        is_beyond = lr > end * SAME if factor > 1 else lr < end / SAME
+        ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
+        return lr if is_beyond and ratio <= WIDEST else None
+
+    def _reached(self, fit: BatchFit) -> Stop | None:
+        """Why no further run is needed, if so."""
+        if self.goal.seeds > 1 and not self.curves.noise_is_known:
+            return None
+        optimum = self.curves.by_batch[self.batch].optimum
+        if optimum is not None and optimum.is_within(self.goal.within):
+            return "narrow"
+        return "flat" if regret(fit) <= FLAT * fit.sigma else None
+
+    def _narrowing(self, fit: BatchFit) -> Step | Stop | None:
+        """The run that lowers the variance of the optimum most."""
+        candidates = list(self._candidates(fit))
+        low, high = interval(fit.octaves)
+        now = max(high - low, NARROWEST)
+        is_first_seed = self.goal.seeds > 1 and not self.curves.noise_is_known
+        if is_first_seed:
+            if any(trial.repeat for trial in self.running):
+                return None
+            candidates = [trial for trial in candidates if trial.repeat] or candidates
+        if not candidates:
+            return None if self.running else "exhausted"
+        shares = variance_left(fit, [trial.lr for trial in self.running], [trial.lr for trial in candidates])
+        # Of equal ones the first: new learning rates come before seeds.
+        best = int(np.argmin(np.round(shares, 3)))
+        then = max(now * math.sqrt(float(shares[best])), NARROWEST)
+        if is_first_seed:
+            return Step(candidates[best], "noise", now, then)
+        if then > SMALLEST_GAIN * now:
+            return None if self.running else "exhausted"
+        return Step(candidates[best], "narrow", now, then)
+
+    def _candidates(self, fit: BatchFit) -> Iterator[Trial]:
+        """The runs that may narrow the interval: learning rates between and just outside of the others, and seeds."""
+        low, high = (2**end for end in interval(fit.octaves))
+        limit = 2 ** float(fit.posterior.cells.limit[fit.posterior.column[self.batch]])
+        tried = [lr for lr in self.tried if lr <= limit * SAME]
+        places = [math.sqrt(a * b) for a, b in itertools.pairwise(tried) if b / a > CLOSEST]
+        places += [self._beyond(tried[0], 1 / OCTAVE) or 0.0]
+        if limit == math.inf:
+            places += [self._beyond(tried[-1], OCTAVE) or 0.0]
+        for place in places:
+            lr = self.goal.nearest(place) if place else 0.0
+            if low / REACH <= lr <= high * REACH and not any(1 / SAME < lr / other < SAME for other in self.tried):
+                yield Trial(self.batch, lr)
+        for lr, seeds in self.losses.items():
+            repeat = len(seeds) + sum(trial.lr == lr for trial in self.running)
+            if low / REACH <= lr <= high * REACH and repeat < self.goal.seeds:
+                yield Trial(self.batch, lr, repeat)
+
+
+def regret(fit: BatchFit) -> float:
+    """The expected loss in nats of the median of the best learning rate, above the lowest loss of the curve."""
+    centre = [float(np.median(fit.octaves))]
+    return float(np.mean(fit.posterior.loss(fit.batch, centre)[:, 0] - fit.best_losses))
+
+
+def variance_left(fit: BatchFit, running: Sequence[float], candidates: Sequence[float]) -> Array:
+    """Which share of the variance of the optimum is left after a run at each of the learning rates `candidates`.
+
+    It is relative to the variance that is expected once the runs at `running` have ended.
+    """
+    x = np.log2([*running, *candidates])
+    losses = fit.posterior.loss(fit.batch, x)
+    noise = np.median(fit.posterior.noise(fit.batch, x), axis=0) ** 2
+    joint = np.cov(np.column_stack([fit.octaves, losses]).T)
+    joint[np.arange(1, len(joint)), np.arange(1, len(joint))] += noise
+    for known in range(1, len(running) + 1):  # condition on each running one
+        joint = joint - np.outer(joint[:, known], joint[known]) / joint[known, known]
+        joint[known, known] = 1.0
+    first = 1 + len(running)
+    gained = joint[0, first:] ** 2 / np.diag(joint)[first:]
+    return np.asarray(np.clip(1 - gained / joint[0, 0], 0.0, 1.0))
+
+
+def next_steps(
+    curves: Curves, running: Sequence[Trial], goal: Goal, prior: Mapping[int, float], spread: float
+) -> dict[int, Step | Stop | None]:
+    """`Search.next_step` of each batch size of `prior`; one without runs begins where the others and `prior` expect.
+
+    `prior`: batch size in tokens -> learning rate; `spread`: its standard deviation in octaves.
+    """
+    known = {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
+    start = starts(prior, {batch: found for batch, found in known.items() if batch in prior}, spread)
+    return {batch: Search(curves, batch, running, goal).next_step(start[batch]) for batch in prior}
+
+
+def most_useful(
+    steps: Mapping[int, Step | Stop | None], costs: Mapping[int, float], tried: Collection[int]
+) -> Step | None:
+    """The step to make first: one that brackets an optimum, then the one that narrows an interval most for its cost.
+
+    `costs`: batch size -> cost of a run; `tried`: the batch sizes with runs, whose brackets are completed first.
+    """
+    found = [step for step in steps.values() if isinstance(step, Step)]
+
+    def order(step: Step) -> tuple[float, ...]:
+        batch = step.trial.batch
+        return -step.gain / costs[batch], batch not in tried, costs[batch], -batch
+
+    return min(found, key=order, default=None)

@@ -1,0 +1,71 @@
+"""tune.jsonl, in the directory of a sweep: what a search for the best learning rate decided, when and why.
+
+One JSON object a line, in the order in which things happened:
+
+- `start`: a command begins; its budget.
+- `choose`: a run was chosen: its cell, arm, batch size, learning rate and seed; why; the width of the interval in
+  octaves before it and as expected after it; how many runs had ended; the expected seconds.
+- `end`: that run has ended here: its status and seconds.
+- `stop`: a command ends: for each arm and batch size, why no further run was made.
+"""
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gptexp.storage import run_dir
+from gptexp.storage.reader import open_text, parse_json
+
+FILE = "tune.jsonl"
+
+
+class SearchLog:
+    """The events of all commands of a search. A damaged line, which a power cut can leave, is skipped."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE
+        self.events = list(read_events(directory))
+
+    def add(self, event: str, **values: Any) -> None:
+        """Append an event. Raises `StorageError` if it cannot be written."""
+        entry = {"event": event, "time": round(time.time(), 1), **values}
+        run_dir.refuse_link(self.path)
+        with run_dir.storage(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(run_dir.finite(entry)) + "\n")
+        self.events.append(entry)
+
+    def seconds(self) -> float:
+        """How long the commands of the search took. A killed one ends with its last event, or its runs' last step."""
+        starts = [event["time"] for event in self.events if event["event"] == "start"]
+        total = 0.0
+        for begin, following in itertools.pairwise([*starts, math.inf]):
+            own = [event for event in self.events if begin <= event["time"] < following]
+            ends = [event["time"] for event in own]
+            for event in own:
+                if event["event"] == "choose":
+                    with suppress(OSError):
+                        ends.append((self.path.parent / event["cell"] / run_dir.METRICS).stat().st_mtime)
+            total += min(max(ends), following) - begin
+        return total
+
+
+def read_events(directory: Path) -> Iterator[dict[str, Any]]:
+    """The events of a search in `directory`; none without a search."""
+    try:
+        with open_text(directory / FILE, "replace") as lines:
+            for line in lines:
+                try:
+                    event = parse_json(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    yield event
+    except OSError:
+        return

@@ -1,0 +1,312 @@
+"""The search for the best learning rate of each batch size: the sweeper of `gptexp tune`.
+
+Statistics (gptexp.reporting.statistics.tuning) say what to run next. This module turns it into cells, keeps to the
+budget and logs each decision. All that it knows is in the sweep's directory: the runs there, whoever started them, and
+tune.jsonl. So after a kill the same command goes on with the same choices.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gptexp.config.scaling import scaled_optim
+from gptexp.config.schema import result_deciding
+from gptexp.optim.adamw import AdamWConfig
+from gptexp.process.errors import ConfigError
+from gptexp.process.terminal import say
+from gptexp.process.words import duration, shown
+from gptexp.reporting.listings.records import AXES, Run, find_runs, lr_scaling, read_run
+from gptexp.reporting.statistics.analysis import Arm
+from gptexp.reporting.statistics.prior import COLD, SLOPE, step_law
+from gptexp.reporting.statistics.tuning import Goal, Step, Stop, Trial, most_useful, next_steps
+from gptexp.storage import run_dir
+from gptexp.storage.search_log import SearchLog
+from gptexp.sweep.budget import Budget, parse_budget
+from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
+from gptexp.sweep.space import Axis, Interval
+from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
+
+LR, BATCH, SEED = AXES
+DIGITS = 3  # significant digits of a new learning rate
+USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
+MARGIN = 1.15  # a run may take so much longer than expected
+REPORT_S, REPORT_SHARE = 10.0, 0.05  # of a budget, kept for the report: seconds, or a smaller share
+SMALLEST_OF_STEP_LAW = 20e6  # parameters without embeddings; the formula was fitted to models of 60 million and more
+
+
+@dataclass
+class Side:
+    """An arm of the search: runs that differ only in learning rate, batch size and seed."""
+
+    overrides: tuple[str, ...]  # what tells it from the others
+    cells: dict[int, Cell] = field(default_factory=dict)  # batch size -> a cell there, as composed
+    spent: int = 0  # tokens of the runs that were chosen for it
+    prior: dict[int, float] = field(default_factory=dict)  # batch size -> where the best learning rate is expected
+
+    def holds(self, run: Run) -> bool:
+        """Whether a run belongs to it."""
+        cell = self.cells.get(run.batch)
+        return cell is not None and _compared(run.config) == _compared(result_deciding(cell.config))
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys in which all runs of an arm agree. The size of a vocabulary is `auto` before a run has begun."""
+    return {key: value for key, value in config.items() if key not in (*AXES, "model.vocab_size")}
+
+
+class TuneSweeper(CellSweeper):
+    """Chooses full-length runs one by one until the best learning rate of each batch size is known well enough."""
+
+    __module__ = PLUGINS
+
+    def __init__(self, params: Any, key: Any, within: Any, budget: Any, seeds: Any) -> None:
+        super().__init__(params)
+        self.key, self.within, self.seeds = key, within, seeds
+        self.budget: Budget | None = None if budget is None else parse_budget(budget)
+        self.sides: list[Side] = []
+        self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
+        self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
+        self.started: dict[Path, float] = {}  # s of the monotonic clock, of those that this command runs
+        self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
+        self.known: dict[Path, Run] = {}  # runs that are done
+        self.steps: dict[tuple[tuple[str, ...], int], Step | Stop | None] = {}  # arm, batch size -> the newest verdict
+        self.has_news = True  # whether anything has ended since the last choice
+        self.begun_at = time.monotonic()
+
+    # --- which cells ---
+    def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
+        """Return an example for each arm and batch size."""
+        self.space = one_space(spaces)
+        check_whole_number("hydra.sweeper.seeds", self.seeds, 1)
+        if not isinstance(self.within, float | int) or isinstance(self.within, bool) or not 0.05 <= self.within <= 4:
+            rule = "must be a number of octaves from 0.05 to 4"
+            raise ConfigError(f"hydra.sweeper.within={shown(self.within)}: {rule}", "out-of-range")
+        for axis in self.space:
+            if axis.swept and axis.key == SEED:
+                rule = "a search adds seeds itself, up to hydra.sweeper.seeds of one learning rate; give one seed"
+                raise ConfigError(f"{SEED}: {rule}", "seeds-in-search")
+            if axis.key != self.key and isinstance(axis.among, Interval):
+                raise ConfigError(f"{axis.key}: each value is an arm; list them: a,b,c", "interval-of-arms")
+        others = [axis for axis in self.space if not (axis.key == self.key and axis.swept)]
+        texts = [[axis.override(value) for value in axis.among] for axis in others if isinstance(axis.among, list)]
+        return [list(overrides) for overrides in itertools.product(*texts)]
+
+    def count(self, combinations: Sequence[Sequence[str]]) -> int:
+        return USUAL_RUNS * len(combinations)
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        if lines := confounds([cell.config for cell in cells]):
+            raise ConfigError(lines)
+        if not all(cell.config.data.validates for cell in cells):
+            rule = "a search needs a validation loss; set data.val_tokens above 0"
+            raise ConfigError(f"data.val_tokens=0: {rule}", "validation-missing")
+        super().check(cells)
+
+    def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
+        """Read what is known. The `cells` are examples, and only those that the search chooses are run."""
+        for cell in cells:
+            arm = tuple(f"{key}={value}" for key, value in cell.values.items() if key not in (self.key, BATCH))
+            side = next((side for side in self.sides if side.overrides == arm), None)
+            if side is None:
+                self.sides.append(side := Side(arm))
+            side.cells[cell.config.batch.total_batch_size] = cell
+        for side in self.sides:
+            side.prior = self._prior(side)
+        self.log = SearchLog(self.directory)
+        self.seconds_before = self.log.seconds()
+        self.chosen = [event for event in self.log.events if event["event"] == "choose"]
+        by_arm = {side.overrides: side for side in self.sides}
+        for event in self.chosen:
+            side = by_arm.get(tuple(event["arm"]))
+            if side is None or event["batch"] not in side.cells:
+                continue
+            side.spent += event["tokens"]
+            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
+            self.cells.append(cell)
+            if not self.skips(cell):
+                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
+                self.waiting.append(cell)
+        self.total = len(self.waiting) + self.to_choose()
+        self.log.add("start", within=self.within, budget=None if self.budget is None else str(self.budget))
+
+    def choose(self) -> Cell | None:
+        if not self.has_news or (choice := self._choice()) is None:
+            self.has_news = False
+            return None
+        side, step = choice
+        trial = step.trial
+        cell, typed = self._new_cell(side, trial)
+        seed, lr = cell.config.train.seed, scaled_optim(cell.config).lr
+        self.decided[cell.directory] = side, replace(trial, lr=lr)
+        self.cells.append(cell)
+        tokens, seconds = cell.config.run_length[1], self._seconds(trial.batch)
+        side.spent += tokens
+        event = {
+            "cell": cell.name, "arm": list(side.overrides), "batch": trial.batch, "lr": lr, "typed": typed,
+            "seed": seed, "repeat": trial.repeat, "why": step.why, "octaves": step.now, "expected_octaves": step.then,
+            "known_runs": len(self.known), "tokens": tokens, "seconds": seconds,
+        }  # fmt: skip
+        self.log.add("choose", **event)
+        self.chosen.append(event)
+        say(f"--- next: {_in_words(step, lr, side, seconds)}")
+        self.record()
+        self.total = self.begun + 1 + self.to_choose()
+        return cell
+
+    def to_choose(self) -> int:
+        """The number of further runs that are expected."""
+        runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen]
+        places = [(side.overrides, batch) for side in self.sides for batch in side.cells]
+        open_places = [place for place in places if not isinstance(self.steps.get(place), str)]
+        expected = sum(max(1, USUAL_RUNS - runs.count(place)) for place in open_places)
+        if self.budget is not None and self.budget.unit == "runs":
+            return max(0, min(expected, int(self.budget.amount) - len(self.chosen)))
+        return expected
+
+    def learn(self, cell: Cell) -> None:
+        side, trial = self.decided.pop(cell.directory)
+        status = run_dir.read_summary(cell.directory).get("status")
+        if status not in run_dir.DONE:
+            self.failures.add((side.overrides, trial.batch))
+        self.log.add("end", cell=cell.name, status=status)
+        self.has_news = True
+
+    def run(self, signals: list[int]) -> None:
+        try:
+            super().run(signals)
+        finally:
+            self.log.add("stop", stopped=self._stopped(bool(signals)))
+
+    # --- what to run next ---
+    def _choice(self) -> tuple[Side, Step] | None:
+        """The next run of the arm that has spent least; None if no further run helps now, or is within the budget."""
+        runs, found = self._runs(), []
+        for side in self.sides:
+            curves = Arm({}, set(), [run for run in runs if side.holds(run)]).curves
+            running = [trial for of, trial in self.decided.values() if of is side]
+            steps = next_steps(curves, running, Goal(self.within, self.seeds, self._rates), side.prior, COLD)
+            self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
+            possible = {
+                batch: step
+                for batch, step in steps.items()
+                if (side.overrides, batch) not in self.failures and self._is_affordable(side, batch)
+            }
+            costs = {batch: 2.0 ** round(math.log2(self._seconds(batch) or 1.0)) for batch in side.cells}
+            tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
+            if (step := most_useful(possible, costs, tried)) is not None:
+                found.append((side, step))
+        return min(found, key=lambda choice: choice[0].spent, default=None)
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        """The only learning rates that may be run, if a list was given."""
+        among = next((axis.among for axis in self.space if axis.key == self.key and axis.swept), [])
+        return tuple(map(float, among)) if isinstance(among, list) else ()
+
+    def _runs(self) -> list[Run]:
+        """The runs in the sweep's directory, whoever started them. Each is read again until it is done."""
+        if not any(path.is_dir() for path in self.directory.iterdir()):
+            return []
+
+        def read(directory: Path) -> Run:
+            if directory not in self.known:
+                run = read_run(directory)
+                if run.status not in run_dir.DONE:
+                    return run
+                self.known[directory] = run
+            return self.known[directory]
+
+        return find_runs(self.directory, read)
+
+    def _prior(self, side: Side) -> dict[int, float]:
+        """Where the best learning rate of each batch size is expected: by Step Law, or by the config."""
+        given = {batch: scaled_optim(cell.config).lr for batch, cell in side.cells.items()}
+        config = next(iter(side.cells.values())).config
+        is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
+        parameters = 12 * config.model.n_layer * config.model.n_embd**2
+        if not is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
+            return {batch: step_law(parameters, cell.config.run_length[1], batch) for batch, cell in side.cells.items()}
+        if len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
+            return given
+        usual = self.config.batch.total_batch_size  # the batch size that belongs to the learning rate of the files
+        return {batch: lr * (batch / usual) ** SLOPE for batch, lr in given.items()}
+
+    def _new_cell(self, side: Side, trial: Trial) -> tuple[Cell, str]:
+        """The cell of a trial, and its learning rate as typed: an earlier one again, or rounded."""
+        config = side.cells[trial.batch].config
+        same = [run for run in self._runs() if side.holds(run) and (run.batch, run.lr) == (trial.batch, trial.lr)]
+        scale = lr_scaling(result_deciding(config), trial.batch)
+        typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{DIGITS}g}"
+        used = {run.seed for run in same} | {
+            cell.config.train.seed
+            for cell in self.cells
+            if cell.directory in self.decided and self.decided[cell.directory] == (side, replace(trial, repeat=0))
+        }
+        seed = next(seed for seed in itertools.count(config.train.seed) if seed not in used)
+        return self._cell(side, trial.batch, typed, seed), typed
+
+    def _cell(self, side: Side, batch: int, typed: str, seed: int) -> Cell:
+        fixed = [axis.override(axis.among[0]) for axis in self.space if not axis.swept and isinstance(axis.among, list)]
+        kept = [text for text in fixed if text.partition("=")[0] not in AXES]
+        own = [f"{BATCH}={batch}", f"{self.key}={typed}", f"{SEED}={seed}"]
+        [draft] = draft_cells(self.loader, self.config, [[*kept, *side.overrides, *own]], self.total, len(self.cells))
+        usual = side.cells[batch].config.train.seed
+        values = {**draft.values, self.key: typed} | ({SEED: str(seed)} if seed != usual else {})
+        [cell] = settle([replace(draft, values=values)], self.directory)
+        return cell
+
+    # --- what it costs ---
+    def _seconds(self, batch: int) -> float | None:
+        """How long a run at a batch size takes: as runs there took, as predicted, or as at other batch sizes."""
+        ended = [(run.batch, float(run.summary["wall_s"])) for run in self.known.values() if run.status == "completed"]
+        here = [seconds for size, seconds in ended if size == batch]
+        if here:
+            return median(here)
+        return self.estimates.get(batch) or (median(seconds for _, seconds in ended) if ended else None)
+
+    def _is_affordable(self, side: Side, batch: int) -> bool:
+        """Whether one more run would end within the budget."""
+        if self.budget is None:
+            return True
+        if self.budget.unit == "runs":
+            return len(self.chosen) + 1 <= self.budget.amount
+        if self.budget.unit == "tokens":
+            spent = sum(event["tokens"] for event in self.chosen)
+            return bool(spent + side.cells[batch].config.run_length[1] <= self.budget.amount)
+        kept = min(REPORT_S, REPORT_SHARE * self.budget.amount)
+        spent_s = self.seconds_before + time.monotonic() - self.begun_at
+        return spent_s + MARGIN * (self._seconds(batch) or 0.0) + kept <= self.budget.amount
+
+    def _stopped(self, is_interrupted: bool) -> list[dict[str, Any]]:
+        """Why each arm and batch size had no further run."""
+        reasons = []
+        for side in self.sides:
+            for batch in sorted(side.cells):
+                step = self.steps.get((side.overrides, batch))
+                unknown = "interrupted" if is_interrupted else "budget"
+                if (side.overrides, batch) in self.failures:
+                    unknown = "failed"
+                why = step if isinstance(step, str) else unknown
+                reasons.append({"arm": list(side.overrides), "batch": batch, "why": why})
+        return reasons
+
+
+def _in_words(step: Step, lr: float, side: Side, seconds: float | None) -> str:
+    """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octave, 48 s"."""
+    why = {
+        "first": "the first run there",
+        "bracket": "is it lower there?",
+        "noise": "another seed, to measure the noise",
+        "narrow": "another seed" if step.trial.repeat else "",
+    }[step.why]
+    width = ""
+    if step.now is not None and step.then is not None:
+        width = f"interval {step.now:.2g} -> about {step.then:.2g} octaves"
+    took = "" if seconds is None else f"about {duration(seconds)}"
+    arm = f" {' '.join(side.overrides)}" if side.overrides else ""
+    return f"{lr:.3g} at {step.trial.batch:,}{arm}: {', '.join(filter(None, (why, width, took)))}"
