@@ -13,6 +13,7 @@ from gptexp.process.versions import VERSION
 
 VERBS = {
     "train": "train a model, or a sweep of them (-m)",
+    "tune": "find the best learning rate of each batch size, within a budget",
     "plan": "describe a run or a sweep without training it",
     "prepare": "tokenise a corpus into the cache",
     "resume": "continue an unfinished run",

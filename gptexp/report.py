@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> None:
         help="of several arms, report the batch size at which each falls this far behind (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--within", type=float, default=WITHIN, metavar="OCTAVES",
+        "--within", type=float, metavar="OCTAVES",
         help="propose runs until each best learning rate is known within this many octaves on each side "
-        "(default: %(default)s)",
+        f"(default: that of gptexp tune, or {WITHIN})",
     )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="print every sentence and the table of runs")
     args = parser.parse_args(argv)
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     require_directory(args.directory, "a run or a sweep")
     if not 0 < args.behind < math.inf:
         raise ConfigError(f"--behind={args.behind}: must be finite and above 0")
-    if not NARROWEST_WITHIN <= args.within < math.inf:
+    if args.within is not None and not NARROWEST_WITHIN <= args.within < math.inf:
         raise ConfigError(f"--within={args.within}: must be finite and at least {NARROWEST_WITHIN:g}")
     if args.write_optim is not None:
         check_target(args.write_optim)

@@ -10,7 +10,7 @@ from pathlib import Path
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import OUTPUTS
 
-HYDRA_VERBS = ("train", "plan", "prepare", "coordcheck")  # all their arguments except flags are overrides
+HYDRA_VERBS = ("train", "tune", "plan", "prepare", "coordcheck")  # all their arguments except flags are overrides
 NOT_FOR_USERS = ("--config-path", "--experimental-rerun", "--shell-completion")  # Hydra's; two of them are refused
 
 

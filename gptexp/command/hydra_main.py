@@ -232,6 +232,12 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
     sweeper = build_sweeper(cfg, context, begin_cell)
     refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
+    if sweeper.is_search:
+        from gptexp.command.search_planning import confirm_search  # imports torch
+
+        if not confirm_search(sweeper):
+            say("nothing was run")
+            return 0
     context.callbacks.on_multirun_start(config=cfg, config_name=cfg.hydra.job.config_name)
     code = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
     context.callbacks.on_multirun_end(config=cfg, config_name=cfg.hydra.job.config_name)

@@ -28,6 +28,7 @@ NOWHERE = Path(os.devnull)
 SHOW_CURSOR = "\x1b[?25h"
 SPINS = 3000  # how often a waiting OpenMP thread spins before it sleeps
 _people_read_stdout = True
+_result: TextIO | None = None  # the process's own stdout, once `reserve_stdout_for_result` has been called
 
 
 def reserve_stdout(progress: str) -> None:
@@ -35,6 +36,15 @@ def reserve_stdout(progress: str) -> None:
     global _people_read_stdout
     if progress == "json":
         _people_read_stdout = False
+
+
+def reserve_stdout_for_result() -> None:
+    """Send to stderr from now on what this process and those that it starts print, except what `emit` prints."""
+    global _result
+    if _result is None:
+        sys.stdout.flush()
+        _result = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -62,7 +72,7 @@ def for_people() -> TextIO:
 
 def emit(line: str) -> None:
     """Print a line for programs."""
-    _print(sys.stdout, line)
+    _print(_result or sys.stdout, line)
 
 
 def emit_part(text: str) -> None:
@@ -181,7 +191,7 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
     except UserError as error:
         print_error(error)
-        if "--json" in sys.argv[1:]:
+        if {"--json", "hydra.sweeper.json=true"} & {*sys.argv[1:]}:
             emit(json.dumps({"error": error_as_json(error)}))
         sys.exit(error.exit_code)
     except Exception as error:

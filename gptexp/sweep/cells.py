@@ -288,7 +288,7 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 
 
 def command(config: DictConfig) -> list[str]:
-    """The arguments of gptexp that started the sweep of `config`."""
+    """The arguments of gptexp that start or continue the sweep of `config`."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
     return ["train", "-m", *config_flags(config.hydra), *given, *as_typed(config.hydra.overrides.task)]
 

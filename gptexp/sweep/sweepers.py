@@ -44,6 +44,7 @@ class CellSweeper(Sweeper):
 
     config: DictConfig
     launcher: CellLauncher
+    is_search = False  # whether it decides by the results how many cells there are
 
     def __init__(self, params: Any) -> None:
         self.params = params  # a mapping of keys to values; a grid also takes a list of mappings

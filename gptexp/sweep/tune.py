@@ -6,6 +6,7 @@ tune.jsonl. So after a kill the same command goes on with the same choices.
 """
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import result_deciding
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import say
+from gptexp.process.terminal import emit, say
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.records import AXES, Run, find_runs, lr_scaling, read_run
 from gptexp.reporting.statistics.analysis import Arm
@@ -63,10 +64,13 @@ class TuneSweeper(CellSweeper):
     """Chooses full-length runs one by one until the best learning rate of each batch size is known well enough."""
 
     __module__ = PLUGINS
+    is_search = True
 
-    def __init__(self, params: Any, key: Any, within: Any, budget: Any, seeds: Any) -> None:
+    def __init__(self, params: Any, **options: Any) -> None:
+        """`options`: those of conf/hydra/sweeper/tune.yaml."""
         super().__init__(params)
-        self.key, self.within, self.seeds = key, within, seeds
+        self.key, self.within, self.seeds = options["key"], options["within"], options["seeds"]
+        self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
         self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
@@ -76,6 +80,7 @@ class TuneSweeper(CellSweeper):
         self.known: dict[Path, Run] = {}  # runs that are done
         self.steps: dict[tuple[tuple[str, ...], int], Step | Stop | None] = {}  # arm, batch size -> the newest verdict
         self.has_news = True  # whether anything has ended since the last choice
+        self.is_over = False
         self.begun_at = time.monotonic()
 
     # --- which cells ---
@@ -160,6 +165,8 @@ class TuneSweeper(CellSweeper):
 
     def to_choose(self) -> int:
         """The number of further runs that are expected."""
+        if self.is_over:
+            return 0
         runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen]
         places = [(side.overrides, batch) for side in self.sides for batch in side.cells]
         open_places = [place for place in places if not isinstance(self.steps.get(place), str)]
@@ -176,11 +183,23 @@ class TuneSweeper(CellSweeper):
         self.log.add("end", cell=cell.name, status=status)
         self.has_news = True
 
+    def sweep(self, arguments: list[str]) -> int:
+        """Search, and with `json` print the answers."""
+        code = super().sweep(arguments)
+        if self.prints_json:
+            answers = run_dir.read_json(self.directory / "report.json").get("answers", [])
+            tokens = sum(event["tokens"] for event in self.chosen)
+            seconds = round(self.log.seconds(), 1)
+            emit(json.dumps({"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}))
+        return code
+
     def run(self, signals: list[int]) -> None:
         try:
             super().run(signals)
         finally:
             self.log.add("stop", stopped=self._stopped(bool(signals)))
+            self.is_over = not signals
+            self.record()
 
     # --- what to run next ---
     def _choice(self) -> tuple[Side, Step] | None:

@@ -11,6 +11,7 @@ from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.charts.vega_lite import Figure
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.listings.records import Run, find_runs, read_run
+from gptexp.reporting.listings.search import Search, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
 from gptexp.reporting.words.answers import Answer, answers_of
@@ -35,6 +36,7 @@ class Report:
     verdict: Verdict
     further: list[Proposal]  # what to run next
     figures: list[Figure]
+    search: Search | None = None  # of `gptexp tune`
 
     @property
     def tab_title(self) -> str:
@@ -64,11 +66,14 @@ class Report:
 
 
 def build_report(
-    directory: Path, read: Callable[[Path], Run] = read_run, behind_nats: float = BEHIND_NATS, within: float = WITHIN
+    directory: Path,
+    read: Callable[[Path], Run] = read_run,
+    behind_nats: float = BEHIND_NATS,
+    within: float | None = None,
 ) -> Report:
     """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
 
-    `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`.
+    `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`; None is that of the search, if there was one.
 
     Raises `ConfigError` if `directory` holds neither.
     """
@@ -77,6 +82,9 @@ def build_report(
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
+    search = search_of(directory)
+    if within is None:
+        within = search.within if search is not None else WITHIN
     further = proposals(analysis, sweep, within) if sweep is not None else []
     return Report(
         directory,
@@ -85,8 +93,9 @@ def build_report(
         sweep,
         goes_on,
         overview(directory, analysis, cells, sweep, goes_on),
-        answers_of(analysis, sweep, further, within),
+        answers_of(analysis, sweep, further, within, search),
         verdict(analysis, behind_nats),
         further,
         figures(analysis),
+        search,
     )

@@ -25,7 +25,7 @@ from gptexp.reporting.page.report import Report, build_report
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.arms import transfers
 from gptexp.reporting.words.answers import NOTHING, TEXTS, table_of_answers
-from gptexp.reporting.words.finding import BEHIND_NATS, WITHIN
+from gptexp.reporting.words.finding import BEHIND_NATS
 from gptexp.reporting.words.sharpness import at_best_lr
 from gptexp.storage import run_dir
 
@@ -39,11 +39,11 @@ PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pic
 
 
 def write_report(
-    directory: Path, behind_nats: float = BEHIND_NATS, within: float = WITHIN
+    directory: Path, behind_nats: float = BEHIND_NATS, within: float | None = None
 ) -> tuple[Report, list[Path]]:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    Returns the report and the files, the page first. `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`.
+    Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`.
     """
     report = build_report(directory, behind_nats=behind_nats, within=within)
     with run_dir.storage(directory):

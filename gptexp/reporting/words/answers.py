@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gptexp.process.terminal import printable
 from gptexp.reporting.listings.progress import is_unfinished
+from gptexp.reporting.listings.search import Search
 from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import Curve
@@ -36,6 +37,7 @@ class Answer:
     tie_high: float | None = None
     why: str = ""
     lowest_lr: float | None = None  # the learning rate with the lowest mean loss at this batch size
+    stopped: str = ""  # why `gptexp tune` made no further run: narrow, flat, exhausted, budget, failed or interrupted
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -43,7 +45,11 @@ class Answer:
 
 
 def answers_of(
-    analysis: Analysis, sweep: SweepRecord | None, further: Sequence[Proposal], within: float
+    analysis: Analysis,
+    sweep: SweepRecord | None,
+    further: Sequence[Proposal],
+    within: float,
+    search: Search | None = None,
 ) -> list[Answer]:
     """A row for each batch size and arm, by rising batch size; none if neither batch size nor learning rate was swept.
 
@@ -64,7 +70,13 @@ def answers_of(
             if sweep is not None and is_unfinished(sweep, analysis.runs, batch):
                 status, wanted = f"{status}, so far", "its other cells"
             optimum = vars(curve.optimum) if curve.optimum is not None else {}
-            rows.append(Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best))
+            stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
+            if stopped == "flat":
+                wanted = "nothing: its learning rates differ by less than seeds"
+            elif stopped == "exhausted":
+                wanted = "nothing that can be run"
+            row = Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best, stopped=stopped)
+            rows.append(row)
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
             rows.append(Answer(label, batch, "diverged", _proposed(arm, batch, further)))
     if rows:
@@ -110,6 +122,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
         ("within a seed's spread", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
         ("status", [row.status for row in rows]),
+        ("stopped", [row.stopped for row in rows]),
         ("surer with", [row.wanted for row in rows]),
     ]
     return [column for column in columns if any(column[1])]
