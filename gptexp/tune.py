@@ -9,13 +9,16 @@ from gptexp.config.describe import answer_help
 from gptexp.process.terminal import run_verb
 
 SWEEPER = "hydra/sweeper=tune"
-# Flag -> metavar and help; each is the key `hydra.sweeper.NAME` of the sweeper.
+# Flag -> key of conf/hydra/sweeper/tune.yaml, name of its value, help.
 FLAGS = {
-    "budget": ("TIME|TOKENS|RUNS", "20m, 8h, 200M tokens or 30 runs, for all commands of the search together"),
-    "within": ("OCTAVES", "the 95%% interval is narrow enough with so many on each side (default: 0.25)"),
-    "seeds": ("N", "the most of one learning rate (default: 8)"),
+    "budget": ("budget", "AMOUNT", "20m, 8h, 200M tokens or 30 runs, for all commands of the search together"),
+    "within": ("within", "OCTAVES", "the 95%% interval is narrow enough with so many on each side (default: 0.25)"),
+    "from": ("prior", "SWEEP|FILE", "begin at the law of an earlier sweep, or of a file of optim=fitted"),
+    "seeds": ("seeds", "N", "the most of one learning rate (default: 8)"),
 }
+# Flag -> the override that it stands for, help.
 SWITCHES = {
+    "law": ("law=true", "make runs at three of the batch sizes; the law through them answers for the others"),
     "yes": ("ask=false", "start without a question, also if it will take more than an hour"),
     "json": ("json=true", "print one JSON object at the end, and all else to stderr"),
 }
@@ -32,13 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     if answer_help(given):
         return
     parser = Parser("tune", main.__doc__)
-    for name, (metavar, text) in FLAGS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=text)
-    for name, (_, text) in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+    for flag, (_, metavar, text) in FLAGS.items():
+        parser.add_argument(f"--{flag}", metavar=metavar, help=text)
+    for flag, (_, text) in SWITCHES.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=text)
     args, others = parser.parse_known_args(_joined(given))
-    keys = [f"{name}={getattr(args, name).replace(' ', '')}" for name in FLAGS if getattr(args, name) is not None]
-    keys += [key for name, (key, _) in SWITCHES.items() if getattr(args, name)]
+    values = vars(args)
+    keys = [f"{key}={values[flag].replace(' ', '')}" for flag, (key, _, _) in FLAGS.items() if values[flag]]
+    keys += [override for flag, (override, _) in SWITCHES.items() if values[flag]]
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
     train.main([*multirun, *others, SWEEPER, *(f"hydra.sweeper.{key}" for key in keys)])
 

@@ -23,12 +23,13 @@ from gptexp.process.terminal import emit, say
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.records import AXES, Run, find_runs, lr_scaling, read_run
 from gptexp.reporting.statistics.analysis import Arm
-from gptexp.reporting.statistics.prior import COLD, SLOPE, step_law
-from gptexp.reporting.statistics.tuning import Goal, Step, Stop, Trial, most_useful, next_steps
+from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
+from gptexp.reporting.statistics.tuning import Goal, Step, Stop, Trial, most_useful, next_law_steps, next_steps
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog
 from gptexp.sweep.budget import Budget, parse_budget
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
+from gptexp.sweep.earlier_law import earlier_law
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
 
@@ -71,6 +72,8 @@ class TuneSweeper(CellSweeper):
         super().__init__(params)
         self.key, self.within, self.seeds = options["key"], options["within"], options["seeds"]
         self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
+        self.law, self.earlier = bool(options["law"]), options["prior"]
+        self.source, self.spread = "", COLD  # of the prior: where it comes from, and its standard deviation in octaves
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
         self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
@@ -137,7 +140,17 @@ class TuneSweeper(CellSweeper):
                 self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
                 self.waiting.append(cell)
         self.total = len(self.waiting) + self.to_choose()
-        self.log.add("start", within=self.within, budget=None if self.budget is None else str(self.budget))
+        prior = [
+            {"arm": list(side.overrides), "batch": batch, "lr": lr}
+            for side in self.sides
+            for batch, lr in side.prior.items()
+        ]
+        budget = None if self.budget is None else str(self.budget)
+        self.log.add("start", within=self.within, budget=budget, law=self.law, prior=prior, spread=self.spread)
+        for side in self.sides:
+            expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.items()))
+            of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
+            say(f"--- begins{of_arm} with {expected}: {self.source}, usually off by a factor of {2**self.spread:.1f}")
 
     def choose(self) -> Cell | None:
         if not self.has_news or (choice := self._choice()) is None:
@@ -208,7 +221,8 @@ class TuneSweeper(CellSweeper):
         for side in self.sides:
             curves = Arm({}, set(), [run for run in runs if side.holds(run)]).curves
             running = [trial for of, trial in self.decided.values() if of is side]
-            steps = next_steps(curves, running, Goal(self.within, self.seeds, self._rates), side.prior, COLD)
+            choose = next_law_steps if self.law else next_steps
+            steps = choose(curves, running, Goal(self.within, self.seeds, self._rates), side.prior, self.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
             possible = {
                 batch: step
@@ -243,13 +257,18 @@ class TuneSweeper(CellSweeper):
         return find_runs(self.directory, read)
 
     def _prior(self, side: Side) -> dict[int, float]:
-        """Where the best learning rate of each batch size is expected: by Step Law, or by the config."""
+        """Where the best learning rate of each batch size is expected: by an earlier law, Step Law or the config."""
         given = {batch: scaled_optim(cell.config).lr for batch, cell in side.cells.items()}
         config = next(iter(side.cells.values())).config
+        if self.earlier is not None:
+            law, self.source, self.spread = earlier_law(Path(self.earlier)), f"the law of {self.earlier}", FITTED
+            return {batch: law(batch) for batch in given}
         is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
         parameters = 12 * config.model.n_layer * config.model.n_embd**2
         if not is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
+            self.source = "Step Law"
             return {batch: step_law(parameters, cell.config.run_length[1], batch) for batch, cell in side.cells.items()}
+        self.source = "as given" if is_given else "the learning rate of the config"
         if len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
             return given
         usual = self.config.batch.total_batch_size  # the batch size that belongs to the learning rate of the files

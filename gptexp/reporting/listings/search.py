@@ -24,10 +24,12 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchHistory:
     """What the commands of a search have decided."""
 
     within: float  # octaves on each side at which the newest command stops
+    prior: dict[Place, float]  # the learning rates that it expected before any run
+    spread: float  # standard deviation of `prior`, in octaves
     budget: str | None
     decisions: list[Decision]
     stopped: dict[Place, str]  # why the newest command made no further run; empty while it goes on
@@ -36,11 +38,19 @@ class Search:
 
     def stop_of(self, runs: Collection[str], batch: int) -> str:
         """Why no further run was made at a batch size of the arm with these runs; "" if it is not known."""
-        arms = {decision.place[0] for decision in self.decisions if decision.cell in runs}
-        return next((why for (arm, size), why in self.stopped.items() if size == batch and arm in arms), "")
+        arm = self._arm_of(runs)
+        return "" if arm is None else self.stopped.get((arm, batch), "")
+
+    def prior_of(self, runs: Collection[str]) -> dict[int, float]:
+        """Batch size -> `prior` of the arm with these runs."""
+        arm = self._arm_of(runs)
+        return {batch: lr for (other, batch), lr in self.prior.items() if other == arm}
+
+    def _arm_of(self, runs: Collection[str]) -> tuple[str, ...] | None:
+        return next((decision.place[0] for decision in self.decisions if decision.cell in runs), None)
 
 
-def search_of(directory: Path) -> Search | None:
+def search_of(directory: Path) -> SearchHistory | None:
     """The search in a sweep's directory; None if there is none, or if its log is not one of `gptexp tune`."""
     log = SearchLog(directory)
     if not any(event["event"] == "start" for event in log.events):
@@ -51,7 +61,7 @@ def search_of(directory: Path) -> Search | None:
         return None
 
 
-def _search(log: SearchLog) -> Search:
+def _search(log: SearchLog) -> SearchHistory:
     starts = [number for number, event in enumerate(log.events) if event["event"] == "start"]
     newest = log.events[starts[-1]]
     stopped: dict[Place, str] = {}
@@ -65,7 +75,9 @@ def _search(log: SearchLog) -> Search:
         for event in chosen
     ]  # fmt: skip
     tokens = sum(int(event["tokens"]) for event in chosen)
-    return Search(float(newest["within"]), newest["budget"], decisions, stopped, log.seconds(), tokens)
+    prior = {_place(one): float(one["lr"]) for one in newest["prior"]}
+    within, spread = float(newest["within"]), float(newest["spread"])
+    return SearchHistory(within, prior, spread, newest["budget"], decisions, stopped, log.seconds(), tokens)
 
 
 def _place(event: dict[str, Any]) -> Place:

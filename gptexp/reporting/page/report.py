@@ -11,7 +11,7 @@ from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.charts.vega_lite import Figure
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.listings.records import Run, find_runs, read_run
-from gptexp.reporting.listings.search import Search, search_of
+from gptexp.reporting.listings.search import SearchHistory, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
 from gptexp.reporting.words.answers import Answer, answers_of
@@ -36,7 +36,7 @@ class Report:
     verdict: Verdict
     further: list[Proposal]  # what to run next
     figures: list[Figure]
-    search: Search | None = None  # of `gptexp tune`
+    search: SearchHistory | None = None  # of `gptexp tune`
 
     @property
     def tab_title(self) -> str:

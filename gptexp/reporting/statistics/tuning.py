@@ -20,7 +20,7 @@ import numpy as np
 from gptexp.reporting.statistics.curves import CLOSEST, BatchFit, Curves
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST, interval
-from gptexp.reporting.statistics.prior import starts
+from gptexp.reporting.statistics.prior import expected_optima, starts
 
 OCTAVE = 2.0
 SAME = 1.02  # learning rates within this ratio are one
@@ -30,7 +30,7 @@ WIDEST = 4096.0  # largest over smallest learning rate
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
 
 Why = Literal["first", "bracket", "narrow", "noise"]
-Stop = Literal["narrow", "flat", "exhausted"]
+Stop = Literal["narrow", "flat", "exhausted", "law"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,31 @@ def next_steps(
     known = {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
     start = starts(prior, {batch: found for batch, found in known.items() if batch in prior}, spread)
     return {batch: Search(curves, batch, running, goal).next_step(start[batch]) for batch in prior}
+
+
+def next_law_steps(
+    curves: Curves, running: Sequence[Trial], goal: Goal, prior: Mapping[int, float], spread: float
+) -> dict[int, Step | Stop | None]:
+    """Like `next_steps`, for the law of the best learning rate: runs at three batch sizes, the ends and the middle.
+
+    A run must narrow the expected optima of all batch sizes, on average, to less than `SMALLEST_GAIN` of their width.
+    """
+    sizes = sorted(prior)
+    middle = min(sizes, key=lambda size: abs(math.log(size * size / (sizes[0] * sizes[-1]))))
+    chosen = {size: prior[size] for size in (sizes[0], middle, sizes[-1])}
+    steps = next_steps(curves, running, goal, chosen, spread)
+    known = {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
+
+    def width(found: Mapping[int, tuple[float, float]]) -> float:
+        return float(np.sqrt(np.diag(expected_optima(prior, found, spread)[1])).mean())
+
+    for batch, step in steps.items():
+        if isinstance(step, Step) and step.why == "narrow" and step.now and step.then and batch in known:
+            mean, variance = known[batch]
+            after = width({**known, batch: (mean, variance * (step.then / step.now) ** 2)})
+            if after > SMALLEST_GAIN * width(known):
+                steps[batch] = "narrow"
+    return {size: steps.get(size, "law") for size in sizes}
 
 
 def most_useful(

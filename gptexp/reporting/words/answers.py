@@ -4,16 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gptexp.process.terminal import printable
+from gptexp.process.words import counted
 from gptexp.reporting.listings.progress import is_unfinished
-from gptexp.reporting.listings.search import Search
+from gptexp.reporting.listings.search import SearchHistory
 from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import Curve
+from gptexp.reporting.statistics.prior import expected_optima
 from gptexp.reporting.words.proposals import Proposal
 from gptexp.storage.sweep_record import SweepRecord
 
 TEXTS = ("arm", "status", "surer with")  # titles of the columns of text
 NOTHING = "narrow enough"
+Z = 1.96  # standard deviations on each side of a 95% interval
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def answers_of(
     sweep: SweepRecord | None,
     further: Sequence[Proposal],
     within: float,
-    search: Search | None = None,
+    search: SearchHistory | None = None,
 ) -> list[Answer]:
     """A row for each batch size and arm, by rising batch size; none if neither batch size nor learning rate was swept.
 
@@ -77,12 +80,30 @@ def answers_of(
                 wanted = "nothing that can be run"
             row = Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best, stopped=stopped)
             rows.append(row)
+        rows += _by_law(arm, label, search) if search is not None else []
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
             rows.append(Answer(label, batch, "diverged", _proposed(arm, batch, further)))
     if rows:
         begun = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
         rows += [Answer("", batch, "too few, so far", "its first runs") for batch in sorted(sizes - begun)]
     return sorted(rows, key=lambda row: row.total_batch_size)
+
+
+def _by_law(arm: Arm, label: str, search: SearchHistory) -> list[Answer]:
+    """The answers at the batch sizes at which a search for the law (`gptexp tune --law`) made no run."""
+    names = {run.name for run in arm.runs}
+    prior = search.prior_of(names)
+    known = {b: (float(draws.mean()), float(draws.var())) for b, draws in arm.curves.octaves.items() if b in prior}
+    if not known:
+        return []
+    means, covariance = expected_optima(prior, known, search.spread)
+    rows = []
+    for batch, mean, variance in zip(sorted(prior), means, covariance.diagonal(), strict=True):
+        if search.stop_of(names, batch) == "law" and batch not in arm.losses:
+            low, high = (2.0 ** (mean + sign * Z * variance**0.5) for sign in (-1, 1))
+            why = f"the law through {counted(len(known), 'batch size')} expects it there"
+            rows.append(Answer(label, batch, "by the law", "runs there", 2.0**mean, low, high, why=why, stopped="law"))
+    return rows
 
 
 def _status(curve: Curve, within: float) -> str:
