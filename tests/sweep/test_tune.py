@@ -1,0 +1,304 @@
+"""`gptexp tune`: which runs it makes, when it stops, and what it keeps, with runs whose loss is a formula.
+
+Only the processes of the cells are replaced: composing, naming, locks, log, report and statistics are the real ones.
+"""
+
+import json
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.callbacks import Callbacks
+from hydra.types import HydraContext
+
+from gptexp.config.compose import composition, hydra_engine, to_config
+from gptexp.config.scaling import scaled_optim
+from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
+from gptexp.reporting.listings.search import search_of
+from gptexp.reporting.page.report import build_report
+from gptexp.reporting.words.answers import Answer
+from gptexp.storage import run_dir
+from gptexp.storage.search_log import read_events
+from gptexp.sweep.cells import Cell
+from gptexp.sweep.grid import build_sweeper
+from gptexp.sweep.sweepers import CellSweeper
+
+SIZES = "batch.total_batch_size=4096,8192,16384"
+SMALL = ["model=nano", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.vocab_size=256",
+         "train.max_tokens=100000", "log.wandb.mode=disabled", "log.progress=off"]  # fmt: skip
+
+
+@dataclass
+class Surface:
+    """Losses as a function of batch size, learning rate and seed. Octaves and nats."""
+
+    best: dict[int, float] = field(default_factory=lambda: {4096: 0.01, 8192: 0.014, 16384: 0.02})
+    height: float = 0.02
+    skew: float = 0.4
+    sigma: float = 0.002
+    diverges: float = 3.0  # octaves above the best learning rate
+    arms: dict[str, float] = field(default_factory=dict)  # optimizer -> factor of its best learning rate
+    seconds: float = 60.0  # of a run
+    fails: Callable[[Config], bool] = lambda config: False
+
+    def loss(self, config: Config) -> float | None:
+        batch, lr = config.batch.total_batch_size, scaled_optim(config).lr
+        u = math.log2(lr / (self.best[batch] * self.arms.get(config.optim.name, 1.0)))
+        if u > self.diverges:
+            return None
+        noise = random.Random(zlib.crc32(f"{batch}/{lr:.4g}/{config.train.seed}/{config.optim.name}".encode()))
+        height = self.height * 2 * (math.exp(self.skew * u) - 1 - self.skew * u) / self.skew**2
+        return 3 + 0.05 * math.log2(batch / 4096) + height + noise.gauss(0, self.sigma)
+
+
+class Clock:
+    """The time that the search sees; runs move it."""
+
+    now = 1e6
+
+
+class Ended:
+    """The process of a cell that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+    def send_signal(self, number: int) -> None: ...
+
+
+@dataclass
+class Search:
+    """A search in `folder`, and what its commands chose."""
+
+    folder: Path
+    surface: Surface
+    clock: Clock
+
+    def run(self, *overrides: str, killed_after: int | None = None) -> int | None:
+        """Run the command; None if it was killed after so many runs of its own."""
+        ran = 0
+
+        def start(cell: Cell, gpus: Sequence[str], at_once: int) -> Ended:
+            nonlocal ran
+            if ran == killed_after:
+                raise SystemExit(9)  # nothing catches it before the locks are released
+            ran += 1
+            return Ended(self.train(cell.directory, cell.config))
+
+        def begin(config: Config, cfg: Any) -> int:
+            run_dir.save_config(Path(cfg.hydra.runtime.output_dir), config)
+            return 0
+
+        given = [*SMALL, "hydra/sweeper=tune", f"hydra.sweep.dir={self.folder}", *overrides]
+        with hydra_engine() as engine:
+            cfg = composition(engine, given, None, multirun=True)
+            context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks(cfg))
+            sweeper: CellSweeper = build_sweeper(cfg, context, begin)
+            sweeper.launcher.start = start  # type: ignore[assignment]
+            try:
+                return sweeper.sweep(list(cfg.hydra.overrides.task))
+            except SystemExit:
+                return None
+
+    def train(self, directory: Path, config: Config) -> int:
+        """What a run leaves behind."""
+        self.clock.now += self.surface.seconds
+        run_dir.write_json(directory / run_dir.EFFECTIVE, {"dtype": {"value": "float32", "reason": ""}})
+        if self.surface.fails(config):
+            run_dir.write_json(directory / run_dir.SUMMARY, {"status": "failed"})
+            return 1
+        loss, (_, tokens) = self.surface.loss(config), config.run_length
+        status = "diverged" if loss is None else "completed"
+        facts = {"tokens": tokens, "wall_s": self.surface.seconds, "parameters": 10**5, "data_hash": "0"}
+        run_dir.write_json(directory / run_dir.SUMMARY, {"status": status, "final_val_loss": loss, **facts})
+        return 0 if loss is not None else 5
+
+    @property
+    def answers(self) -> list[Answer]:
+        return build_report(self.folder).answers
+
+    @property
+    def chosen(self) -> list[tuple[Any, ...]]:
+        events = [event for event in read_events(self.folder) if event["event"] == "choose"]
+        return [(*event["arm"], event["batch"], event["typed"], event["seed"], event["why"]) for event in events]
+
+    def off(self, answer: Answer) -> float:
+        """Octaves from the true best learning rate."""
+        assert answer.lr is not None
+        return math.log2(answer.lr / self.surface.best[answer.total_batch_size])
+
+
+@pytest.fixture
+def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Search]]:
+    clock, numbers = Clock(), iter(range(100))
+    monkeypatch.setattr("gptexp.sweep.tune.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("gptexp.storage.search_log.time.time", lambda: clock.now)
+    monkeypatch.setattr("gptexp.sweep.sweepers._report", lambda directory, log: None)
+    yield lambda **surface: Search(tmp_path / f"sweep{next(numbers)}", Surface(**surface), clock)
+
+
+def test_a_search_finds_each_best_learning_rate_within_its_interval(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run(SIZES) == 0
+    answers = search.answers
+    assert [answer.total_batch_size for answer in answers] == [4096, 8192, 16384]
+    for answer in answers:
+        assert answer.stopped in ("narrow", "flat")
+        assert abs(search.off(answer)) <= 0.25
+        assert answer.low and answer.high and answer.low <= search.surface.best[answer.total_batch_size] <= answer.high
+    assert len(search.chosen) <= 18
+    assert any(why == "noise" for *_, why in search.chosen)  # "how do I know?" needs a second seed
+
+
+@pytest.mark.parametrize("off", [-3, 3])
+def test_a_wrong_prior_costs_runs_and_not_the_answer(searches: Callable[..., Search], off: int) -> None:
+    search, usual = searches(), searches()
+    assert search.run(SIZES, f"optim.lr={0.014 * 2.0**off}") == usual.run(SIZES, "optim.lr=0.014") == 0
+    assert all(abs(search.off(answer)) <= 0.25 for answer in search.answers)
+    assert len(usual.chosen) < len(search.chosen) <= len(usual.chosen) + 9
+
+
+def test_a_search_that_is_killed_makes_the_same_choices(searches: Callable[..., Search]) -> None:
+    whole, killed = searches(), searches()
+    assert whole.run(SIZES) == 0
+    for ran in (1, 2, 0, 3, 1):
+        assert killed.run(SIZES, killed_after=ran) is None
+    assert killed.run(SIZES) == 0
+    assert killed.chosen == whole.chosen
+    assert killed.run(SIZES) == 0  # there is nothing left to do
+    assert killed.chosen == whole.chosen
+
+
+@pytest.mark.parametrize(("budget", "runs"), [("7runs", 7), ("750k", 7), ("10m", 8)])
+def test_a_budget_is_kept_by_all_commands_together(searches: Callable[..., Search], budget: str, runs: int) -> None:
+    search = searches(sigma=0.05)  # seeds vary so much that more runs would help
+    assert search.run(SIZES, f"hydra.sweeper.budget={budget}", killed_after=4) is None
+    assert search.run(SIZES, f"hydra.sweeper.budget={budget}") == 0
+    assert len(search.chosen) == runs
+    assert "budget" in {answer.stopped for answer in search.answers}
+    assert search.run(SIZES, "hydra.sweeper.budget=9runs") == 0  # a larger one continues
+    assert len(search.chosen) == 9
+
+
+def test_runs_of_a_grid_and_by_hand_count(searches: Callable[..., Search]) -> None:
+    search, alone = searches(), searches()
+    assert alone.run("batch.total_batch_size=4096") == 0
+    with hydra_engine() as engine:
+        cfg = composition(engine, [*SMALL, "batch.total_batch_size=4096"], None, multirun=False)
+    for number, lr in enumerate((0.005, 0.01, 0.02)):
+        config = to_config(cfg, [])
+        config.optim.lr, config.sweep.name = lr, search.folder.name
+        directory = search.folder / f"by-hand-{number}"
+        run_dir.save_config(directory, config)
+        search.train(directory, config)
+    assert search.run("batch.total_batch_size=4096") == 0
+    assert len(search.chosen) < len(alone.chosen)
+    assert abs(search.off(search.answers[0])) <= 0.25
+
+
+def test_arms_are_searched_side_by_side(searches: Callable[..., Search]) -> None:
+    search = searches(arms={"adamw": 1.0, "lion": 0.125})
+    assert search.run("batch.total_batch_size=4096", "optim=adamw,lion", "hydra.sweeper.budget=14runs") == 0
+    counts = [sum(arm == f"optim={name}" for arm, *_ in search.chosen) for name in ("adamw", "lion")]
+    assert abs(counts[0] - counts[1]) <= 3
+    best = {answer.arm: answer.lr for answer in search.answers}
+    assert best["optim=adamw"] == pytest.approx(0.01, rel=0.2)
+    assert best["optim=lion"] == pytest.approx(0.00125, rel=0.2)
+
+
+def test_an_optimum_close_to_divergence_is_bracketed_by_it(searches: Callable[..., Search]) -> None:
+    search = searches(diverges=0.4, best={4096: 0.01})
+    assert search.run("batch.total_batch_size=4096") == 0
+    [answer] = search.answers
+    assert answer.stopped in ("narrow", "flat", "exhausted")
+    assert abs(search.off(answer)) <= 0.5
+
+
+def test_a_run_that_fails_ends_the_search_at_its_batch_size_only(searches: Callable[..., Search]) -> None:
+    search = searches(fails=lambda config: config.batch.total_batch_size == 8192)
+    assert search.run(SIZES) == 1
+    assert {answer.total_batch_size: answer.stopped for answer in search.answers}[4096] in ("narrow", "flat")
+    history = search_of(search.folder)
+    assert history is not None
+    assert history.stopped[(), 8192] == "failed"
+    assert sum(batch == 8192 for batch, *_ in search.chosen) == 1
+    search.surface.fails = lambda config: False
+    assert search.run(SIZES) == 0  # the next command tries it again
+    assert all(abs(search.off(answer)) <= 0.25 for answer in search.answers)
+
+
+def test_the_law_answers_for_batch_sizes_without_runs(searches: Callable[..., Search]) -> None:
+    best = {2**i: 0.005 * 2 ** (0.4 * (i - 11)) for i in range(11, 18)}
+    search = searches(best=best)
+    sizes = ",".join(map(str, best))
+    assert search.run(f"batch.total_batch_size={sizes}", "hydra.sweeper.law=true") == 0
+    assert {batch for batch, *_ in search.chosen} == {2**11, 2**14, 2**17}
+    answers = search.answers
+    assert [answer.total_batch_size for answer in answers] == sorted(best)
+    for answer in answers:
+        assert abs(search.off(answer)) <= 0.5
+        assert answer.low and answer.high and answer.low <= best[answer.total_batch_size] <= answer.high
+    assert {answer.stopped for answer in answers if answer.total_batch_size == 2**12} == {"law"}
+
+
+def test_a_search_begins_at_the_law_of_an_earlier_one(searches: Callable[..., Search]) -> None:
+    earlier, search = searches(), searches(best={4096: 0.1, 32768: 0.2})
+    earlier.surface.best = {4096: 0.1, 8192: 0.12, 16384: 0.14}
+    assert earlier.run(SIZES) == 0
+    assert search.run("batch.total_batch_size=4096,32768", f"hydra.sweeper.prior={earlier.folder}") == 0
+    [first] = [event for event in read_events(search.folder) if event["event"] == "start"]
+    assert {one["batch"]: one["lr"] for one in first["prior"]}[4096] == pytest.approx(0.1, rel=0.15)
+    with pytest.raises(ConfigError) as refused:
+        searches().run(SIZES, "hydra.sweeper.prior=/nowhere.yaml")
+    assert refused.value.code in ("no-earlier-law", "not-found", "config")
+
+
+def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search]) -> None:
+    search = searches()
+    rates = [0.0025, 0.005, 0.01, 0.02, 0.04]
+    assert search.run("batch.total_batch_size=4096", f"optim.lr={','.join(map(str, rates))}", "hydra.sweeper.seeds=2") == 0
+    assert {float(typed) for _, typed, *_ in search.chosen} <= {*rates}
+    assert {seed for _, _, seed, _ in search.chosen} <= {1337, 1338}
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("hydra.sweeper.budget=2runs", "budget-too-small"),
+        ("hydra.sweeper.budget=soon", "budget-unreadable"),
+        ("hydra.sweeper.budget=-5m", "budget-unreadable"),
+        ("hydra.sweeper.within=0", "out-of-range"),
+        ("hydra.sweeper.seeds=0", "out-of-range"),
+        ("train.seed=1,2", "seeds-in-search"),
+        ("optim.weight_decay=interval(0.1,1)", "interval-of-arms"),
+        ("data.val_tokens=0", "validation-missing"),
+        ("train.max_steps=100", "config"),
+    ],
+)  # fmt: skip
+def test_a_search_that_cannot_work_is_refused(searches: Callable[..., Search], override: str, code: str) -> None:
+    search = searches()
+    with pytest.raises(ConfigError) as refused:
+        search.run(SIZES, override)
+    assert refused.value.code == code
+    assert not search.folder.exists()
+
+
+def test_the_log_says_what_was_known_and_damaged_lines_are_skipped(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run("batch.total_batch_size=4096", killed_after=3) is None
+    file = search.folder / "tune.jsonl"
+    file.write_text(file.read_text() + '{"event": "cho')
+    assert search.run("batch.total_batch_size=4096") == 0
+    events = [json.loads(line) for line in file.read_text().splitlines() if not line.startswith('{"event": "cho{')]
+    known = [event["known_runs"] for event in events if event["event"] == "choose"]
+    assert known == sorted(known)
+    assert known[0] == 0
