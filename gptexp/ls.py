@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gptexp.command.arguments import Parser
-from gptexp.config.overrides import in_digits
+from gptexp.config.schema import in_digits
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
 from gptexp.reporting.listings.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows

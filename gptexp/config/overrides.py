@@ -1,9 +1,9 @@
 """Checks of the command line's overrides against the schema, before Hydra parses them, and their spelling.
 
-Also how a composition converts whole numbers, which files and interpolations write as overrides do.
-
 Hydra itself accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here each
 wrong override gets one line: an unknown key or group, a value of the wrong type, or one that breaks the key's rule.
+
+Also the conversion of whole numbers in a composition, which files and interpolations write as overrides do.
 """
 
 import copy
@@ -25,13 +25,21 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.paths import Groups, options
-from gptexp.config.schema import Config, every_key, field_problem, kinds_of, not_a_choice
+from gptexp.config.schema import (
+    NUMBER,
+    Config,
+    every_key,
+    field_problem,
+    fields_by_key,
+    in_digits,
+    kinds_of,
+    not_a_choice,
+)
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import AUTO, count_rule, parse_count, unit_of
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
-NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 # What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>, ###, 日本).
 NO_TEXT = re.compile(
     r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[^\w\s/\\.:+$%*@?|-].*",
@@ -42,8 +50,6 @@ KINDS = {float: "a number", bool: "true or false", str: "text", list: "a list of
 
 # The groups of config.yaml without a file. Hydra refuses null on the command line; an empty option has its name.
 MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
-
-Fields = dict[str, dataclasses.Field[Any]]
 
 
 def quoted(text: str) -> str:
@@ -62,7 +68,7 @@ def canonical(overrides: Sequence[str]) -> list[str]:
     spelt = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        field = _fields().get(key.removeprefix("++"))
+        field = fields_by_key().get(key.removeprefix("++"))
         if field is not None and equals:
             value = in_digits(key.removeprefix("++"), value)
             if kinds_of(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
@@ -76,21 +82,6 @@ def canonical(overrides: Sequence[str]) -> list[str]:
             text = f"{key}={','.join(named)}"
         spelt.append(text)
     return spelt
-
-
-def in_digits(key: str, value: str) -> str:
-    """The text of a key's value, with all counts in digits if the key has whole numbers: range(1k,4k)."""
-    field = _fields().get(key)
-    if field is None or int not in kinds_of(field) or "${" in value:
-        return value
-
-    def digits(word: re.Match[str]) -> str:
-        try:
-            return str(parse_count(word[0], unit_of(field)))
-        except ValueError:
-            return word[0]
-
-    return NUMBER.sub(digits, value)
 
 
 class Count(IntegerNode):
@@ -138,7 +129,7 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
-    fields, groups = _fields(), options(folders)
+    fields, groups = fields_by_key(), options(folders)
     parser = OverridesParser.create()
     problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
@@ -165,7 +156,7 @@ def parse_override(parser: OverridesParser, spelt: str, typed: str) -> Override:
 def _not_parsed(spelt: str, typed: str) -> Problem:
     """The problem of an override that Hydra does not parse: a wrong count in a range(…), else its syntax."""
     key, _, value = spelt.partition("=")
-    field = _fields().get(key)
+    field = fields_by_key().get(key)
     if field is not None and int in kinds_of(field):
         for word in NUMBER.findall(value):
             if not re.fullmatch("[+-]?[0-9]+", word):
@@ -187,7 +178,9 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:
                 yield Problem("secret", f"{key}: {rule}")
 
 
-def _misuse(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> Problem | None:
+def _misuse(
+    override: Override, text: str, fields: dict[str, dataclasses.Field[Any]], groups: Groups, multirun: bool
+) -> Problem | None:
     """The problem of an override that is wrong whatever its value is; `text` is what the user typed."""
     key, is_sweep = override.key_or_group, override.is_sweep_override()
 
@@ -227,7 +220,7 @@ def _is_hydras(key: str) -> bool:
     return re.match(r"hydra[./]", key) is not None
 
 
-def _wrong_values(override: Override, fields: Fields, groups: Groups) -> list[Problem]:
+def _wrong_values(override: Override, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> list[Problem]:
     """The problems of the values of an override."""
     key = override.key_or_group
     if _is_hydras(key):
@@ -275,11 +268,6 @@ def _misplaced_keys(group: str, file: Path) -> Problem | None:
 
 
 @cache
-def _fields() -> Fields:
-    return {key: f for key, f, _, _ in every_key()}
-
-
-@cache
 def _sections() -> dict[str, DictConfig]:
     """Key -> the OmegaConf section with it. Checks reuse the sections: building one takes longer than a check."""
     classes = {key: cls for key, _, _, cls in every_key()}
@@ -312,7 +300,7 @@ def _wrong_type(key: str, field: dataclasses.Field[Any], value: Any) -> Problem:
     return Problem("wrong-type", f"{key}={shown(value)}: {rule}{optional}")
 
 
-def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
+def _suggestion(key: str, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> str:
     """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
     known = [*fields, *groups]
     section = key.rpartition(".")[0]

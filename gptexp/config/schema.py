@@ -40,9 +40,11 @@ from gptexp.process.fields import (
     encoding_name,
     not_negative,
     one_line,
+    parse_count,
     positive,
     ratio,
     ruled,
+    unit_of,
     up_to,
 )
 from gptexp.process.words import shown
@@ -50,6 +52,8 @@ from gptexp.process.words import shown
 HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
+
+NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
@@ -427,6 +431,12 @@ def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
     yield from leaves.values()
 
 
+@cache
+def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
+    """Dotted key -> field, of `every_key`."""
+    return {key: f for key, f, _, _ in every_key()}
+
+
 def optimizers_with(key: str) -> list[str]:
     """The optimizers that have the dotted key; for a key outside of `optim`, all optimizers."""
     section, _, name = key.rpartition(".")
@@ -493,6 +503,22 @@ def kinds_of(f: dataclasses.Field[Any]) -> list[Any]:
     """The types in a field's annotation, except the type of null. A field with int takes counts (`parse_count`)."""
     kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
     return [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
+
+
+def in_digits(key: str, value: str) -> str:
+    """The text of a key's value, with all counts in digits if the key has whole numbers: range(1k,4k)."""
+    f = fields_by_key().get(key)
+    if f is None or int not in kinds_of(f) or "${" in value:
+        return value
+    unit = unit_of(f)
+
+    def digits(word: re.Match[str]) -> str:
+        try:
+            return str(parse_count(word[0], unit))
+        except ValueError:
+            return word[0]
+
+    return NUMBER.sub(digits, value)
 
 
 def fits_type(value: Any, annotation: Any) -> bool:

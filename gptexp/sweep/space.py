@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from gptexp.config.overrides import canonical, parse_override
-from gptexp.config.schema import every_key, kinds_of
+from gptexp.config.schema import fields_by_key, kinds_of
 from gptexp.process.errors import ConfigError
 
 DIGITS = 4  # significant digits of a value drawn from an interval; few, as the value appears in a directory name
@@ -136,11 +136,10 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     if log and low <= 0:
         rule = "a logarithmic interval must start above 0; raise its start, or remove tag(log, …)"
         raise ConfigError(f"{text}: {rule}", "interval-not-positive")
-    fields = {name: f for name, f, _, _ in every_key()}
-    if key not in fields:
+    if key not in fields_by_key():
         rule = f"unknown key '{key}'; an interval needs a key that takes a number"
         raise ConfigError(f"{text}: {rule}", "unknown-key")
-    return Interval(low, high, log, int in kinds_of(fields[key]))
+    return Interval(low, high, log, int in kinds_of(fields_by_key()[key]))
 
 
 def swept_keys(config: DictConfig) -> list[str]:
