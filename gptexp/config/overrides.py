@@ -134,9 +134,16 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
-            override = parse_override(parser, spelt, text)
+            override = parse_override(parser, spelt)
         except ConfigError as error:
             problems += error.problems
+            continue
+        except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
+            rule = (
+                "not a key=value override; quote a value that contains = , : { [ spaces or letters outside ASCII, "
+                "inside the shell's quotes"
+            )
+            problems.append(Problem("not-an-override", f"{shown(text)}: {rule}: 'key=\"a=b\"'"))
             continue
         # Secrets are refused here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
@@ -145,27 +152,17 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     return problems
 
 
-def parse_override(parser: OverridesParser, spelt: str, typed: str) -> Override:
-    """Parse an override as `canonical` spells it. Raises `ConfigError`, which names what was `typed`."""
+def parse_override(parser: OverridesParser, spelt: str) -> Override:
+    """Parse an override as `canonical` spells it. Raises Hydra's error; for wrong counts in range(…) `ConfigError`."""
     try:
-        return parser.parse_override(spelt)
-    except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
-        raise ConfigError(_not_parsed(spelt, typed)) from None
-
-
-def _not_parsed(spelt: str, typed: str) -> Problem:
-    """The problem of an override that Hydra does not parse: a wrong count in a range(…), else its syntax."""
-    key, _, value = spelt.partition("=")
-    field = fields_by_key().get(key)
-    if field is not None and int in kinds_of(field):
-        for word in NUMBER.findall(value):
-            if not re.fullmatch("[+-]?[0-9]+", word):
-                return _wrong_type(key, field, word)
-    rule = (
-        "not a key=value override; quote a value that contains = , : { [ spaces or letters outside ASCII, "
-        "inside the shell's quotes"
-    )
-    return Problem("not-an-override", f"{shown(typed)}: {rule}: 'key=\"a=b\"'")
+        return parser.parse_overrides([spelt])[0]  # `parse_override` does not set the loader that a glob needs
+    except HydraException:
+        key, _, value = spelt.partition("=")
+        field = fields_by_key().get(key)
+        wrong = [word for word in NUMBER.findall(value) if not re.fullmatch("[+-]?[0-9]+", word)]
+        if field is not None and int in kinds_of(field) and wrong:
+            raise ConfigError(_wrong_type(key, field, wrong[0])) from None
+        raise
 
 
 def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:

@@ -75,7 +75,7 @@ def with_arguments(
     parser = OverridesParser.create(config_loader=loader)
 
     def parsed(texts: Sequence[str]) -> dict[str, Override]:
-        return {override.key_or_group: override for override in (parse_override(parser, t, t) for t in texts)}
+        return {override.key_or_group: override for override in (parse_override(parser, text) for text in texts)}
 
     given = parsed(arguments)
     merged = [parsed(params_as_overrides(part)) for part in parts(params)]

@@ -121,6 +121,17 @@ def test_swept_sizes_may_be_counts_also_in_a_file(value: str, sizes: list[int], 
         assert [d.values for d in grid.drafts] == [{"batch.total_batch_size": str(size)} for size in sizes]
 
 
+@pytest.mark.parametrize("value", ["range(1m,4m)", "1k,1.0005k", "choice(1k,2b)", "[1k, 2m]"])
+def test_a_wrong_swept_count_in_a_file_is_one_line_with_the_key_and_the_value(value: str, tmp_path: Path) -> None:
+    write(tmp_path, "sweep/mine", {"hydra": {"sweeper": {"params": {"train.max_tokens": yaml.safe_load(value)}}}})
+    with pytest.raises(ConfigError) as error, hydra_engine(str(tmp_path)) as engine:
+        compose_cells(engine, composition(engine, ["sweep=mine"], str(tmp_path), multirun=True))
+    [problem] = error.value.problems
+    assert "\n" not in problem
+    assert "train.max_tokens" in problem
+    assert "whole number" in problem
+
+
 def test_the_ends_of_an_interval_and_the_number_of_cells_may_be_counts() -> None:
     many = ["hydra.mode=MULTIRUN", "hydra/sweeper=random", "hydra.sweeper.n_cells=0.02k", "hydra.sweeper.seed=1k"]
     spelt, plain = (
