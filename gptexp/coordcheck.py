@@ -13,6 +13,7 @@ from gptexp.config.rules import problems
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.optim import optimizers_that
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import parse_count
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 
@@ -88,7 +89,7 @@ def _models(config: Config, widths: str) -> list[ModelConfig]:
     model = config.model
     head_size = model.n_embd // model.n_head
     try:
-        sizes = sorted({int(text) for text in widths.split(",")})
+        sizes = sorted({parse_count(text) for text in widths.split(",")})
     except ValueError:
         raise ConfigError(f"--widths={shown(widths)}: must be whole numbers, separated by commas") from None
     if len(sizes) < 2 or sizes[0] < 1:

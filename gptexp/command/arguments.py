@@ -1,7 +1,10 @@
-"""Arguments of verbs: an option is given once, and the checkpoint of a run is named alike everywhere."""
+"""Arguments of verbs: an option is given once, and counts and the checkpoint of a run are written alike everywhere."""
 
-from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
+
+from gptexp.process.fields import parse_count
+from gptexp.process.words import shown
 
 
 class Once(Action):
@@ -17,11 +20,12 @@ class Once(Action):
 
 
 class Parser(ArgumentParser):
-    """The parser of a verb."""
+    """The parser of a verb. `type=int` reads what `parse_count` does."""
 
     def __init__(self, verb: str, description: str | None) -> None:
         super().__init__(prog=f"gptexp {verb}", description=description)
         self.register("action", None, Once)
+        self.register("type", int, _count)
 
     def add_checkpoint(self, directory: str = "a run's directory, or a sweep's") -> None:
         """Add the arguments that name the checkpoint of a run: `directory` and `checkpoint`."""
@@ -29,3 +33,10 @@ class Parser(ArgumentParser):
         self.add_argument("directory", metavar="DIR", help=what)
         what = "its step; best: the one with the lowest validation loss; last (default): the newest intact one"
         self.add_argument("--checkpoint", metavar="STEP|best|last", help=what)
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{shown(text)}: {error}") from None

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gptexp.config import branching, rules
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
-from gptexp.config.overrides import MAY_BE_NULL, NULL, canonical, override_problems, secret_problems
+from gptexp.config.overrides import MAY_BE_NULL, NULL, canonical, override_problems, secret_problems, structured
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -52,9 +52,9 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     OmegaConf.register_new_resolver("or_trial", or_trial, replace=True)
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config(optim=OptimConfig()))
+    store.store(name="schema", node=structured(Config(optim=OptimConfig())))
     for name, keys in OPTIMIZERS.items():
-        store.store(group="optim_keys", name=name, node=keys)
+        store.store(group="optim_keys", name=name, node=structured(keys()))
     for group in MAY_BE_NULL:
         store.store(group=group, name=NULL, node={}, package="_global_")
 

@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
-from gptexp.config.schema import every_key, optimizers_with
+from gptexp.config.schema import every_key, kinds_of, optimizers_with
 from gptexp.optim import OPTIMIZERS
 from gptexp.process.errors import ConfigError, Problem, first_line
+from gptexp.process.fields import count_forms, unit_of
 from gptexp.process.words import shown
 
 SWEPT = "hydra.sweeper.params."  # in a file, prefix of the keys that it sweeps
@@ -87,7 +88,8 @@ def nearest(name: str, known: Iterable[str], most: int = 3, cutoff: float = 0.5)
 
 def _key(key: str, groups: Groups, own: Path | None, defaults: Mapping[str, tuple[str, str]]) -> str:
     field, section = next((f, cls) for k, f, _, cls in every_key() if k == key)
-    lines = [key, f"  meaning   {meaning(key, field.name, section)}", f"  values    {kind(field)}"]
+    counts = f"; {count_forms(unit_of(field))}" if int in kinds_of(field) else ""
+    lines = [key, f"  meaning   {meaning(key, field.name, section)}", f"  values    {kind(field)}{counts}"]
     default, setter = defaults[key]
     lines += [f"  default   {default}" + (f", set by {setter}" if setter else "")]
     if section_doc := doc(root(section)):

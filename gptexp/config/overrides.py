@@ -2,46 +2,54 @@
 
 Hydra itself accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here each
 wrong override gets one line: an unknown key or group, a value of the wrong type, or one that breaks the key's rule.
+
+Also the conversion of whole numbers in a composition, which files and interpolations write as overrides do.
 """
 
+import copy
 import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, IntegerNode, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.paths import Groups, options
-from gptexp.config.schema import Config, every_key, field_problem, not_a_choice
-from gptexp.process.errors import Problem
+from gptexp.config.schema import (
+    NUMBER,
+    Config,
+    every_key,
+    field_problem,
+    fields_by_key,
+    in_digits,
+    kinds_of,
+    not_a_choice,
+)
+from gptexp.process.errors import ConfigError, Problem
+from gptexp.process.fields import AUTO, count_rule, parse_count, unit_of
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
-NUMBER = re.compile(r"(?<![\w.])[+-]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?(?![\w.])")
 # What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>, ###, 日本).
 NO_TEXT = re.compile(
     r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[^\w\s/\\.:+$%*@?|-].*",
     re.IGNORECASE | re.ASCII,
 )
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts",
+KINDS = {float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
 
 # The groups of config.yaml without a file. Hydra refuses null on the command line; an empty option has its name.
 MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
-
-Fields = dict[str, dataclasses.Field[Any]]
 
 
 def quoted(text: str) -> str:
@@ -51,21 +59,19 @@ def quoted(text: str) -> str:
 
 
 def canonical(overrides: Sequence[str]) -> list[str]:
-    """The overrides as gptexp spells them: whole numbers as 1000000, not 1e6, and `++key` of the schema as `key`.
+    """The overrides as gptexp spells them: whole numbers in digits, not 1e6 or 1M, and `++key` of the schema as `key`.
 
-    Hydra reads 1e6 as a float, and refuses a float for a key with whole numbers. Hydra's `++key` also adds new keys.
+    Hydra reads 1e6 as a float, and refuses a text in range(…). Hydra's `++key` also adds new keys.
     A key with text takes what was typed: without quotes, Hydra reads the commit 7e10243 as infinity. `None`, as Python
     and wandb write it, is null for a key that may be null. So is a group's null, of the groups `MAY_BE_NULL`.
     """
-    fields = {key: f for key, f, _, _ in every_key()}
     spelt = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        field = fields.get(key.removeprefix("++"))
+        field = fields_by_key().get(key.removeprefix("++"))
         if field is not None and equals:
-            if int in _kinds(field) and "${" not in value:
-                value = NUMBER.sub(_whole, value)
-            elif _kinds(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
+            value = in_digits(key.removeprefix("++"), value)
+            if kinds_of(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
                 parts = (part.strip() for part in value.split(","))
                 value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in parts)
             if type(None) in get_args(field.type) and not set(value) & set("'\""):
@@ -78,10 +84,41 @@ def canonical(overrides: Sequence[str]) -> list[str]:
     return spelt
 
 
-def _whole(number: re.Match[str]) -> str:
-    """A number's text, without exponent and fraction if it is whole and below 10^30 (no key takes larger ones)."""
-    value = Decimal(number[0])
-    return str(int(value)) if value == value.to_integral_value() and value.adjusted() < 30 else number[0]
+class Count(IntegerNode):
+    """A whole number of a composition, set by what `parse_count` reads, and by `auto` if the field takes texts."""
+
+    def __init__(self, value: int | str | None, field: dataclasses.Field[Any]) -> None:
+        self.unit, self.takes_auto = unit_of(field), str in kinds_of(field)
+        super().__init__(value, is_optional=type(None) in get_args(field.type))
+
+    def validate_and_convert(self, value: Any) -> Any:
+        if value is None:
+            return super().validate_and_convert(value)
+        try:
+            return AUTO if self.takes_auto and value == AUTO else parse_count(str(value), self.unit)
+        except ValueError as error:
+            raise ValidationError(f"Value '$VALUE' {error}") from None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Count":
+        copied = copy.copy(self)
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def structured(config: Any) -> DictConfig:
+    """A new config dataclass as OmegaConf's typed config, with its whole numbers as `Count`."""
+
+    def add_counts(section: Any) -> None:
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            if dataclasses.is_dataclass(value):
+                add_counts(value)
+            elif int in kinds_of(f):
+                setattr(section, f.name, Count(value, f))
+
+    add_counts(config)
+    typed: DictConfig = OmegaConf.structured(config)
+    return typed
 
 
 def as_typed(overrides: Sequence[str]) -> list[str]:
@@ -92,13 +129,15 @@ def as_typed(overrides: Sequence[str]) -> list[str]:
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
-    fields = {key: f for key, f, _, _ in every_key()}
-    groups = options(folders)
+    fields, groups = fields_by_key(), options(folders)
     parser = OverridesParser.create()
     problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
         try:
-            override = parser.parse_override(spelt)
+            override = parse_override(parser, spelt)
+        except ConfigError as error:
+            problems += error.problems
+            continue
         except (HydraException, ValueError):  # ValueError: Python parses no number of more than 4,300 digits
             rule = (
                 "not a key=value override; quote a value that contains = , : { [ spaces or letters outside ASCII, "
@@ -113,6 +152,19 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
     return problems
 
 
+def parse_override(parser: OverridesParser, spelt: str) -> Override:
+    """Parse an override as `canonical` spells it. Raises Hydra's error; for wrong counts in range(…) `ConfigError`."""
+    try:
+        return parser.parse_overrides([spelt])[0]  # `parse_override` does not set the loader that a glob needs
+    except HydraException:
+        key, _, value = spelt.partition("=")
+        field = fields_by_key().get(key)
+        wrong = [word for word in NUMBER.findall(value) if not re.fullmatch("[+-]?[0-9]+", word)]
+        if field is not None and int in kinds_of(field) and wrong:
+            raise ConfigError(_wrong_type(key, field, wrong[0])) from None
+        raise
+
+
 def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:
     """Yield a line for each (key, value) whose value is a secret of the environment and would be saved with the run."""
     secrets = {value: name for name, value in os.environ.items() if value and SECRET.fullmatch(name)}
@@ -123,7 +175,9 @@ def secret_problems(values: Iterable[tuple[str, object]]) -> Iterator[Problem]:
                 yield Problem("secret", f"{key}: {rule}")
 
 
-def _misuse(override: Override, text: str, fields: Fields, groups: Groups, multirun: bool) -> Problem | None:
+def _misuse(
+    override: Override, text: str, fields: dict[str, dataclasses.Field[Any]], groups: Groups, multirun: bool
+) -> Problem | None:
     """The problem of an override that is wrong whatever its value is; `text` is what the user typed."""
     key, is_sweep = override.key_or_group, override.is_sweep_override()
 
@@ -163,7 +217,7 @@ def _is_hydras(key: str) -> bool:
     return re.match(r"hydra[./]", key) is not None
 
 
-def _wrong_values(override: Override, fields: Fields, groups: Groups) -> list[Problem]:
+def _wrong_values(override: Override, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> list[Problem]:
     """The problems of the values of an override."""
     key = override.key_or_group
     if _is_hydras(key):
@@ -214,14 +268,14 @@ def _misplaced_keys(group: str, file: Path) -> Problem | None:
 def _sections() -> dict[str, DictConfig]:
     """Key -> the OmegaConf section with it. Checks reuse the sections: building one takes longer than a check."""
     classes = {key: cls for key, _, _, cls in every_key()}
-    sections = {cls: OmegaConf.structured(cls) for cls in {*classes.values()}}
+    sections = {cls: structured(cls()) for cls in {*classes.values()}}
     return {key: sections[cls] for key, cls in classes.items()}
 
 
 def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
-    kind = _kinds(field)[0]
+    kind = kinds_of(field)[0]
     section, name = _sections()[key], key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)
@@ -233,17 +287,17 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem
         return field_problem(key, field, OmegaConf.select(section, name), typed=shown(value))
     if choices := field.metadata.get("choices"):
         return not_a_choice(f"{key}={shown(value)}", choices)
-    optional = " or null" if type(None) in getattr(field.type, "__args__", ()) else ""
-    return Problem("wrong-type", f"{key}={shown(value)}: must be {KINDS.get(kind, 'a value')}{optional}")
+    return _wrong_type(key, field, value)
 
 
-def _kinds(field: dataclasses.Field[Any]) -> list[Any]:
-    """The types in a field's annotation, except the type of null."""
-    kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-    return [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
+def _wrong_type(key: str, field: dataclasses.Field[Any], value: Any) -> Problem:
+    kinds = kinds_of(field)
+    rule = count_rule(unit_of(field)) if int in kinds else f"must be {KINDS.get(kinds[0], 'a value')}"
+    optional = ", or null" if type(None) in get_args(field.type) else f", or {AUTO}" if kinds == [int, str] else ""
+    return Problem("wrong-type", f"{key}={shown(value)}: {rule}{optional}")
 
 
-def _suggestion(key: str, fields: Fields, groups: Groups) -> str:
+def _suggestion(key: str, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> str:
     """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
     known = [*fields, *groups]
     section = key.rpartition(".")[0]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from gptexp.config.batch import StepSizes
 from gptexp.optim import OPTIMIZERS
@@ -31,6 +31,7 @@ from gptexp.process.fields import (
     LIMIT,
     MOST_LAYERS,
     MOST_RANKS,
+    batch_tokens,
     below_one,
     choice,
     choice_or_null,
@@ -39,9 +40,11 @@ from gptexp.process.fields import (
     encoding_name,
     not_negative,
     one_line,
+    parse_count,
     positive,
     ratio,
     ruled,
+    unit_of,
     up_to,
 )
 from gptexp.process.words import shown
@@ -49,6 +52,8 @@ from gptexp.process.words import shown
 HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
+
+NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
@@ -127,15 +132,16 @@ class BatchConfig:
     ramp_from_tokens) * t / ramp_tokens tokens, rounded to a multiple of ramp_quantum_tokens (`StepSizes`).
     """
 
-    total_batch_size: int = positive(8192)  # tokens per optimizer step, summed over all ranks
+    total_batch_size: int = batch_tokens(8192)  # tokens per optimizer step, summed over all ranks
     micro_batch_size: int | str = count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
     # divides each step and fits into memory
     seq_len: int | None = positive(None)  # T: tokens per sequence; null: model.block_size
-    ramp_from_tokens: int | None = positive(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no ramp
+    ramp_from_tokens: int | None = batch_tokens(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no
+    # ramp
     ramp_tokens: int | None = positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
     # tokens (GPT-3: 4e9 to 12e9). Lengths in steps count each smaller step as one; intervals in steps are refused
-    ramp_quantum_tokens: int | None = positive(None)  # tokens: each step is a multiple of this number, which must be a
-    # multiple of B * T * world.size; null: ramp_from_tokens
+    ramp_quantum_tokens: int | None = batch_tokens(None)  # tokens: each step is a multiple of this number, which must
+    # be a multiple of B * T * world.size; null: ramp_from_tokens
 
     def of_one_size(self, total_batch_size: int, micro_batch_size: int) -> "BatchConfig":
         """A config with the same sequence length and these sizes, without a ramp."""
@@ -166,13 +172,13 @@ class ScalingConfig:
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
     exponent: float | None = ruled(None, math.isfinite, "must be finite")  # exponent of lr=power; the other rules
     # ignore it, so that a sweep over the rules can set it once
-    noise_scale_tokens: int | None = positive(None)  # tokens: the batch size at which lr=surge peaks; the other rules
-    # ignore it
+    noise_scale_tokens: int | None = batch_tokens(None)  # tokens: the batch size at which lr=surge peaks; the other
+    # rules ignore it
     betas: str = choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate becomes beta^k,
     # which keeps its half-life in tokens; beta2_half_life: only beta2 does; sde: 1 - k (1 - beta)
     eps: str = choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
     weight_decay: str = choice("none", "tau")  # tau: keeps batch size / (lr * weight_decay) constant
-    reference_tokens: int | None = positive(None)  # tokens per step at which the optimizer's keys hold as given
+    reference_tokens: int | None = batch_tokens(None)  # tokens per step at which the optimizer's keys hold as given
 
     @property
     def rules(self) -> dict[str, str]:
@@ -331,8 +337,8 @@ class FittedConfig:
     """
 
     anyway: bool = False  # whether a run may use the law with another model or optimizer
-    min_batch_tokens: int | None = positive(None)  # tokens: smallest batch.total_batch_size of the fit
-    max_batch_tokens: int | None = positive(None)  # tokens: largest batch.total_batch_size of the fit
+    min_batch_tokens: int | None = batch_tokens(None)  # tokens: smallest batch.total_batch_size of the fit
+    max_batch_tokens: int | None = batch_tokens(None)  # tokens: largest batch.total_batch_size of the fit
     min_tokens: int | None = positive(None)  # tokens: length of the shortest run
     max_tokens: int | None = positive(None)  # tokens: length of the longest run
     data_hash: str | None = None  # hash of the text; null: the runs have not recorded it
@@ -425,6 +431,12 @@ def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
     yield from leaves.values()
 
 
+@cache
+def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
+    """Dotted key -> field, of `every_key`."""
+    return {key: f for key, f, _, _ in every_key()}
+
+
 def optimizers_with(key: str) -> list[str]:
     """The optimizers that have the dotted key; for a key outside of `optim`, all optimizers."""
     section, _, name = key.rpartition(".")
@@ -485,6 +497,28 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
             fix = "; in YAML 6e-4 is text, write 6.0e-4" if isinstance(value, str) and kind is float else ""
             raise ValueError(f"{name}={shown(value)} in a saved {cls.__name__}: wrong type{fix}")
     return cls(**rebuilt)
+
+
+def kinds_of(f: dataclasses.Field[Any]) -> list[Any]:
+    """The types in a field's annotation, except the type of null. A field with int takes counts (`parse_count`)."""
+    kinds = get_args(f.type) if isinstance(f.type, UnionType) else (f.type,)
+    return [get_origin(kind) or kind for kind in kinds if kind is not type(None)]
+
+
+def in_digits(key: str, value: str) -> str:
+    """The text of a key's value, with all counts in digits if the key has whole numbers: range(1k,4k)."""
+    f = fields_by_key().get(key)
+    if f is None or int not in kinds_of(f) or "${" in value:
+        return value
+    unit = unit_of(f)
+
+    def digits(word: re.Match[str]) -> str:
+        try:
+            return str(parse_count(word[0], unit))
+        except ValueError:
+            return word[0]
+
+    return NUMBER.sub(digits, value)
 
 
 def fits_type(value: Any, annotation: Any) -> bool:

@@ -1,10 +1,12 @@
-"""Fields of config dataclasses, each with the rule that its value must satisfy."""
+"""Fields of config dataclasses, each with the rule that its value must satisfy, and how a count is written."""
 
 import codecs
 import math
 import re
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import Field, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
@@ -12,6 +14,38 @@ OF_CODECS = "must be one of Python's codecs for text, such as utf-8, gbk, latin-
 MOST_LAYERS = 10_000  # more than any model has
 MOST_RANKS = 1_000_000  # more than any run has
 LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
+DIGITS = 30  # of the largest number that is read as a count, and then refused by its key's own rule
+
+_COUNT = re.compile(r"([+-]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)([kKMBG]?)")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "G": 3}  # no m and no b, which are also milli and bytes
+
+
+def parse_count(text: str, unit: int = 1000) -> int:
+    """The whole number that `text` writes: 1000000, 1_000_000, 1e6, 0.5M. k is `unit`, M its square, B or G its cube.
+
+    Raises `ValueError` with the rule (`count_rule`) for any other text, also for 1.5 and 1.0005k.
+    """
+    if (match := _COUNT.fullmatch(text)) and (number := Decimal(match[1])).adjusted() < DIGITS:
+        count = Fraction(number) * int(unit ** _POWERS[match[2]])  # mypy: a power of an int may be a float
+        if count.denominator == 1 and abs(count) < 10**DIGITS:
+            return count.numerator
+    raise ValueError(count_rule(unit))
+
+
+def count_rule(unit: int) -> str:
+    """The rule that `parse_count` applies, in words."""
+    return f"must be a whole number, {count_forms(unit)}"
+
+
+def count_forms(unit: int) -> str:
+    """How a count may be written besides its digits, in words."""
+    return f"also as 1e6, 64k (k = {unit:,}), 0.5M or 2B"
+
+
+def unit_of(f: Field[Any]) -> int:
+    """What k stands for in the field's value."""
+    unit: int = f.metadata.get("unit", 1000)
+    return unit
 
 
 def ruled(default: Any, holds: Callable[[Any], bool], rule: str, code: str = "out-of-range") -> Any:
@@ -32,6 +66,11 @@ def choice_or_null(*values: str) -> Any:
 def positive(default: Any) -> Any:
     """A number above 0."""
     return ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
+
+
+def batch_tokens(default: int | None) -> Any:
+    """The tokens of one step, a number above 0. k is 1,024: GPT-3's table writes 0.5M for 524,288."""
+    return field(default=default, metadata={**positive(default).metadata, "unit": 1024})
 
 
 def not_negative(default: Any) -> Any:

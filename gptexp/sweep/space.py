@@ -14,8 +14,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from gptexp.config.overrides import canonical
-from gptexp.config.schema import every_key
+from gptexp.config.overrides import canonical, parse_override
+from gptexp.config.schema import fields_by_key, kinds_of
 from gptexp.process.errors import ConfigError
 
 DIGITS = 4  # significant digits of a value drawn from an interval; few, as the value appears in a directory name
@@ -75,7 +75,7 @@ def with_arguments(
     parser = OverridesParser.create(config_loader=loader)
 
     def parsed(texts: Sequence[str]) -> dict[str, Override]:
-        return {override.key_or_group: override for override in parser.parse_overrides(list(texts))}
+        return {override.key_or_group: override for override in (parse_override(parser, text) for text in texts)}
 
     given = parsed(arguments)
     merged = [parsed(params_as_overrides(part)) for part in parts(params)]
@@ -136,11 +136,10 @@ def _interval(key: str, value: IntervalSweep, text: str) -> Interval:
     if log and low <= 0:
         rule = "a logarithmic interval must start above 0; raise its start, or remove tag(log, …)"
         raise ConfigError(f"{text}: {rule}", "interval-not-positive")
-    kinds = {name: f.type for name, f, _, _ in every_key()}
-    if key not in kinds:
+    if key not in fields_by_key():
         rule = f"unknown key '{key}'; an interval needs a key that takes a number"
         raise ConfigError(f"{text}: {rule}", "unknown-key")
-    return Interval(low, high, log, int in (kinds[key], *getattr(kinds[key], "__args__", ())))
+    return Interval(low, high, log, int in kinds_of(fields_by_key()[key]))
 
 
 def swept_keys(config: DictConfig) -> list[str]:

@@ -12,9 +12,10 @@ from gptexp.storage import locks, run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
 from gptexp.sweep.space import Axis, Interval
-from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
+from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
 LOCK = ".lock-study"
+MOST_SEED = 2**31  # numpy's seeds lie below 2^32, and each trial adds one
 STUDY = "study.db"  # SQLite; `optuna-dashboard sqlite:///…/study.db` shows it
 
 
@@ -29,7 +30,8 @@ class OptunaSweeper(CellSweeper):
 
     def __init__(self, params: Any, n_trials: Any, seed: Any) -> None:
         super().__init__(params)
-        self.n_trials, self.seed = n_trials, seed
+        self.n_trials = whole_number("hydra.sweeper.n_trials", n_trials, 1, MOST_CELLS)
+        self.seed = whole_number("hydra.sweeper.seed", seed, 0, MOST_SEED)
 
     def setup(self, **given: Any) -> None:
         super().setup(**given)
@@ -40,8 +42,6 @@ class OptunaSweeper(CellSweeper):
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return examples to check, not to run. Together they contain every value, and both ends of an interval."""
         space = one_space(spaces)
-        check_whole_number("hydra.sweeper.n_trials", self.n_trials, 1, MOST_CELLS)
-        check_whole_number("hydra.sweeper.seed", self.seed, 0)
         texts = [
             axis.among if isinstance(axis.among, list) else [*map(axis.among.text, (axis.among.low, axis.among.high))]
             for axis in space
@@ -52,7 +52,7 @@ class OptunaSweeper(CellSweeper):
         ]
 
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
-        return int(self.n_trials)
+        return self.n_trials
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Open the study. The `cells` are examples, and only those that the study chooses are run."""

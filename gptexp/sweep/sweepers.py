@@ -25,11 +25,13 @@ from gptexp.config.fitted import fitted_warnings
 from gptexp.config.schema import LogConfig, memory_key
 from gptexp.distributed.ranks import launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
+from gptexp.process.fields import LIMIT, parse_count
 from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
 from gptexp.process.terminal import for_people, leave_terminal, say, terminal_width, warn
 from gptexp.process.words import counted, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
+from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, decisions, draft_cells, record, settle
 from gptexp.sweep.launchers import CellLauncher, Process
 from gptexp.sweep.space import Axis, Interval, spaces
@@ -330,12 +332,11 @@ class RandomSweeper(CellSweeper):
 
     def __init__(self, params: Any, n_cells: Any, seed: Any) -> None:
         super().__init__(params)
-        self.n_cells, self.seed = n_cells, seed
+        self.n_cells = whole_number("hydra.sweeper.n_cells", n_cells, 1, MOST_CELLS)
+        self.seed = whole_number("hydra.sweeper.seed", seed, 0, LIMIT - 1)
 
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         space = one_space(spaces)
-        check_whole_number("hydra.sweeper.n_cells", self.n_cells, 1)
-        check_whole_number("hydra.sweeper.seed", self.seed, 0)
         return [[axis.override(self._value(axis, number)) for axis in space] for number in range(self.n_cells)]
 
     def _value(self, axis: Axis, number: int) -> str:
@@ -353,12 +354,15 @@ def one_space(spaces: Sequence[Sequence[Axis]]) -> Sequence[Axis]:
     return spaces[0]
 
 
-def check_whole_number(key: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise `ConfigError` unless `value` is an integer from `least` to `most`: Hydra's own keys have no schema here."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{key}={shown(value)}: must be a whole number, {least} or above", "out-of-range")
-    if most is not None and value > most:
-        raise ConfigError(f"{key}={shown(value)}: must be at most {most}", "out-of-range")
+def whole_number(key: str, value: Any, least: int, most: int) -> int:
+    """Return `value` as a count: Hydra's own keys have no schema. Raises `ConfigError` unless `least` to `most`."""
+    try:
+        count = parse_count(str(value))
+    except ValueError as error:
+        raise ConfigError(f"{key}={shown(value)}: {error}", "wrong-type") from None
+    if not least <= count <= most:
+        raise ConfigError(f"{key}={shown(value)}: must be from {least} to {most:,}", "out-of-range")
+    return count
 
 
 def _advance(cells: Sequence[Iterator[None]]) -> list[Iterator[None]]:

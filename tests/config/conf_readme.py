@@ -49,7 +49,8 @@ optim: {lr: 1e-3}
 - `auto` is decided once at the start of a run; the decision and its reason are in `effective.json`.
 - `on` and `off` need quotes in YAML files (`"on"`), because YAML reads them as booleans.
 - The environment variable `GPTEXP_CONF` names a folder that replaces `conf/`.
-- A key with whole numbers also takes `1e6` and `1.5e6`. `++key=value` is `key=value`.
+- A key with whole numbers also takes `1e6`, `64k`, `0.5M` and `2B`: k is 1,000, and 1,024 in the size of a batch, where
+  GPT-3's 0.5M is 524,288. `++key=value` is `key=value`.
 - A wrong config exits with code 2 before anything is created, with one line for each problem.
 """
 

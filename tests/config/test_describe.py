@@ -1,6 +1,7 @@
 """`gptexp train --help KEY`: what a key means, its values and default, and the files that set it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_a_key_has_its_meaning_source_values_default_and_files(tmp_path: Path) -
     ):
         assert setter in set_by
     assert not any(line.startswith("schedule") for line in set_by)
+
+
+def test_a_key_with_whole_numbers_says_that_it_takes_counts_and_what_k_is() -> None:
+    for key, field, _, _ in every_key():
+        [text] = describe([key], {})
+        [values] = [line for line in text.splitlines() if line.startswith("  values ")]
+        assert ("64k" in values) == ("int" in re.split(r"\W+", str(field.type))), key
+        assert ("k = 1,024" in values) == ("unit" in field.metadata), key
 
 
 def test_the_default_is_the_value_of_the_default_config(tmp_path: Path) -> None:

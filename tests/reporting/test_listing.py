@@ -205,6 +205,7 @@ def test_rows_are_sorted_and_a_missing_value_is_last(outputs: Path, capsys: pyte
         (["--where", "optim.lr=3e-2"], "a"),
         (["--where", "optim.lr=0.01"], "be"),  # e: the sweep, which has such a cell
         (["--where", "optim.lr=0.01", "--where", "batch.total_batch_size=8192"], "be"),
+        (["--where", "optim.lr=0.01", "--where", "batch.total_batch_size=8k"], "be"),
         (["--where", "optim.lr=0.01", "--where", "optim.lr=0.02"], ""),
         (["--where", "model.n_layer=12", "--where", "train.seed=2"], "cd"),
         (["--where", "log.tags=first try"], "a"),
@@ -228,6 +229,7 @@ def test_a_filter_shows_exactly_the_rows_that_hold_it(
     [
         (["--where", "lr=1"], "unknown key 'lr'; did you mean 'optim.lr'?"),
         (["--where", "optim.lr=x"], "optim.lr=x: must be of type float"),
+        (["--where", "train.seed=1m"], "train.seed=1m: must be of type int"),
         (["--where", "optim.lr"], "--where optim.lr: must be key=value"),
         (["-n", "0"], "--limit=0: must be 1 or above"),
     ],

@@ -152,6 +152,8 @@ def test_the_verdict_over_widths_up_to_512(tmp_path: Path, own: list[str], passe
     ("argv", "said"),
     [
         (["--widths", "64,many"], "--widths=64,many: must be whole numbers, separated by commas"),
+        (["--widths", "64,1m"], "--widths=64,1m: must be whole numbers, separated by commas"),
+        (["--widths", "0.064k,7.2e1"], "--widths=0.064k,7.2e1: 72 is not a multiple of the head size 16"),
         (["--widths", "64"], "--widths=64: must be two or more different widths above 0"),
         (["--widths", "64,72"], "--widths=64,72: 72 is not a multiple of the head size 16"),
         (["--seeds", "0"], "--seeds=0: must be 1 or above"),

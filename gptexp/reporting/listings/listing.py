@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gptexp.config.paths import conf_dir
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import DataConfig, ModelConfig, every_key, fields_of, fits_type, result_deciding
+from gptexp.config.schema import DataConfig, ModelConfig, fields_by_key, fields_of, fits_type, result_deciding
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown, size_shown
@@ -297,7 +297,7 @@ class Filter:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a key that no config has, or a value that its key cannot have."""
-        fields = {key: f for key, f, _, _ in every_key()}
+        fields = fields_by_key()
         for key, text in self.where:
             if key not in fields:
                 last = [known for known in fields if known.split(".")[-1] == key.split(".")[-1]]
