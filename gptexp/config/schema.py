@@ -31,7 +31,6 @@ from gptexp.process.fields import (
     LIMIT,
     MOST_LAYERS,
     MOST_RANKS,
-    batch_tokens,
     below_one,
     choice,
     choice_or_null,
@@ -44,6 +43,7 @@ from gptexp.process.fields import (
     positive,
     ratio,
     ruled,
+    tokens_of_1024,
     unit_of,
     up_to,
 )
@@ -87,7 +87,7 @@ class ModelConfig:
     n_layer: int = up_to(MOST_LAYERS, 12)  # number of blocks
     n_head: int = positive(12)  # number of attention heads; must divide n_embd
     n_embd: int = positive(768)  # width of the residual stream
-    block_size: int = positive(1024)  # tokens: maximum length of a sequence
+    block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
     vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's number of ids, rounded up to a
     # multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
@@ -132,15 +132,15 @@ class BatchConfig:
     ramp_from_tokens) * t / ramp_tokens tokens, rounded to a multiple of ramp_quantum_tokens (`StepSizes`).
     """
 
-    total_batch_size: int = batch_tokens(8192)  # tokens per optimizer step, summed over all ranks
+    total_batch_size: int = tokens_of_1024(8192)  # tokens per optimizer step, summed over all ranks
     micro_batch_size: int | str = count_or_auto(8)  # B: sequences per rank and forward pass; auto: the maximum that
     # divides each step and fits into memory
-    seq_len: int | None = positive(None)  # T: tokens per sequence; null: model.block_size
-    ramp_from_tokens: int | None = batch_tokens(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no
+    seq_len: int | None = tokens_of_1024(None)  # T: tokens per sequence; null: model.block_size
+    ramp_from_tokens: int | None = tokens_of_1024(None)  # tokens of the first step of a ramp (GPT-3: 32,768); null: no
     # ramp
     ramp_tokens: int | None = positive(None)  # tokens over which the steps grow to total_batch_size, linearly in
     # tokens (GPT-3: 4e9 to 12e9). Lengths in steps count each smaller step as one; intervals in steps are refused
-    ramp_quantum_tokens: int | None = batch_tokens(None)  # tokens: each step is a multiple of this number, which must
+    ramp_quantum_tokens: int | None = tokens_of_1024(None)  # tokens: each step is a multiple of this number, which must
     # be a multiple of B * T * world.size; null: ramp_from_tokens
 
     def of_one_size(self, total_batch_size: int, micro_batch_size: int) -> "BatchConfig":
@@ -172,13 +172,13 @@ class ScalingConfig:
     # surge: rises as sqrt(k), peaks at noise_scale_tokens and falls
     exponent: float | None = ruled(None, math.isfinite, "must be finite")  # exponent of lr=power; the other rules
     # ignore it, so that a sweep over the rules can set it once
-    noise_scale_tokens: int | None = batch_tokens(None)  # tokens: the batch size at which lr=surge peaks; the other
+    noise_scale_tokens: int | None = tokens_of_1024(None)  # tokens: the batch size at which lr=surge peaks; the other
     # rules ignore it
     betas: str = choice("none", "half_life", "beta2_half_life", "sde")  # half_life: every decay rate becomes beta^k,
     # which keeps its half-life in tokens; beta2_half_life: only beta2 does; sde: 1 - k (1 - beta)
     eps: str = choice("none", "sqrt")  # sqrt: optim.eps / sqrt(k)
     weight_decay: str = choice("none", "tau")  # tau: keeps batch size / (lr * weight_decay) constant
-    reference_tokens: int | None = batch_tokens(None)  # tokens per step at which the optimizer's keys hold as given
+    reference_tokens: int | None = tokens_of_1024(None)  # tokens per step at which the optimizer's keys hold as given
 
     @property
     def rules(self) -> dict[str, str]:
@@ -337,8 +337,8 @@ class FittedConfig:
     """
 
     anyway: bool = False  # whether a run may use the law with another model or optimizer
-    min_batch_tokens: int | None = batch_tokens(None)  # tokens: smallest batch.total_batch_size of the fit
-    max_batch_tokens: int | None = batch_tokens(None)  # tokens: largest batch.total_batch_size of the fit
+    min_batch_tokens: int | None = tokens_of_1024(None)  # tokens: smallest batch.total_batch_size of the fit
+    max_batch_tokens: int | None = tokens_of_1024(None)  # tokens: largest batch.total_batch_size of the fit
     min_tokens: int | None = positive(None)  # tokens: length of the shortest run
     max_tokens: int | None = positive(None)  # tokens: length of the longest run
     data_hash: str | None = None  # hash of the text; null: the runs have not recorded it

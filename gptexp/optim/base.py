@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gptexp.process.fields import batch_tokens, below_one, not_negative, positive, ruled
+from gptexp.process.fields import below_one, not_negative, positive, ruled, tokens_of_1024
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ class OptimConfig:
     gradient_noise_decay: float = not_negative(0.55)  # step t, from 0: noise times (1 + t)**(-gradient_noise_decay / 2)
     gradient_noise_decay_tokens: int | None = positive(None)  # tokens in which t grows by 1; null: t counts steps.
     # Without gradient_noise neither key is used, so that one sweep can have runs with noise and without
-    gradient_noise_like_batch: int | None = batch_tokens(None)  # tokens: adds noise until the gradient is as noisy as
+    gradient_noise_like_batch: int | None = tokens_of_1024(None)  # tokens: adds noise until the gradient is as noisy as
     # that of a batch of this size, by the noise scale that the run measures; null: none
 
     def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:

@@ -68,8 +68,11 @@ def positive(default: Any) -> Any:
     return ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
 
 
-def batch_tokens(default: int | None) -> Any:
-    """The tokens of one step, a number above 0. k is 1,024: GPT-3's table writes 0.5M for 524,288."""
+def tokens_of_1024(default: Any) -> Any:
+    """A number of tokens, above 0, whose k is 1,024: sizes of steps and contexts are usually powers of two.
+
+    GPT-3's table writes 0.5M for steps of 524,288 tokens.
+    """
     return field(default=default, metadata={**positive(default).metadata, "unit": 1024})
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gptexp.process.errors import ConfigError
+from gptexp.process.fields import parse_count
 from gptexp.process.words import counted, duration, shown
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
-FORM = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?)\s*([A-Za-z]?)\s*(tokens?|runs?|)")
+TIME, COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])"), re.compile(r"(\S+?)\s*(tokens?|runs?|)")
 FEWEST_RUNS = 3  # a lowest point needs three learning rates
 
 
@@ -28,16 +28,20 @@ class Budget:
 
 def parse_budget(text: object) -> Budget:
     """Read a budget such as `20m`, `8h`, `200M tokens`, `200M` or `30 runs`. Raises `ConfigError`."""
-    found = FORM.fullmatch(str(text).strip())
-    number, suffix, noun = found.groups() if found is not None else ("0", "", "")
-    amount = float(number.replace("_", ""))
-    if amount > 0 and suffix in SECONDS and not noun:
-        return Budget("seconds", amount * SECONDS[suffix])
-    if amount > 0 and suffix in THOUSANDS and (suffix or noun):
-        budget = Budget("runs" if noun.startswith("run") else "tokens", amount * THOUSANDS[suffix])
-        if budget.unit == "runs" and (budget.amount < FEWEST_RUNS or budget.amount != round(budget.amount)):
-            rule = f"must be a whole number of runs, {FEWEST_RUNS} or above: a lowest point needs three learning rates"
-            raise ConfigError(f"budget={shown(text)}: {rule}", "budget-too-small")
-        return budget
-    rule = "must be a time (20m, 8h, 2d), tokens (200M) or runs (30runs), above 0"
-    raise ConfigError(f"budget={shown(text)}: {rule}", "budget-unreadable")
+    given = str(text).strip()
+    if (time := TIME.fullmatch(given)) and float(time[1]) > 0:
+        return Budget("seconds", float(time[1]) * SECONDS[time[2]])
+    try:
+        number, noun = COUNT.fullmatch(given).groups()  # type: ignore[union-attr]
+        amount = parse_count(number)
+        if amount <= 0:
+            raise ValueError
+    except (ValueError, AttributeError):
+        rule = "must be a time (20m, 8h, 2d), tokens (200M) or runs (30runs), above 0"
+        raise ConfigError(f"budget={shown(text)}: {rule}", "budget-unreadable") from None
+    if not noun.startswith("run"):
+        return Budget("tokens", amount)
+    if amount < FEWEST_RUNS:
+        rule = f"must be {FEWEST_RUNS} runs or more: a lowest point needs three learning rates"
+        raise ConfigError(f"budget={shown(text)}: {rule}", "budget-too-small")
+    return Budget("runs", amount)

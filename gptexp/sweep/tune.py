@@ -31,11 +31,12 @@ from gptexp.sweep.budget import Budget, parse_budget
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
 from gptexp.sweep.earlier_law import earlier_law
 from gptexp.sweep.space import Axis, Interval
-from gptexp.sweep.sweepers import CellSweeper, check_whole_number, one_space
+from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
 LR, BATCH, SEED = AXES
 DIGITS = 3  # significant digits of a new learning rate
 USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
+MOST_SEEDS = 1000
 MARGIN = 1.15  # a run may take so much longer than expected
 REPORT_S, REPORT_SHARE = 10.0, 0.05  # of a budget, kept for the report: seconds, or a smaller share
 SMALLEST_OF_STEP_LAW = 20e6  # parameters without embeddings; the formula was fitted to models of 60 million and more
@@ -70,7 +71,8 @@ class TuneSweeper(CellSweeper):
     def __init__(self, params: Any, **options: Any) -> None:
         """`options`: those of conf/hydra/sweeper/tune.yaml."""
         super().__init__(params)
-        self.key, self.within, self.seeds = options["key"], options["within"], options["seeds"]
+        self.key, self.within = options["key"], options["within"]
+        self.seeds = whole_number("hydra.sweeper.seeds", options["seeds"], 1, MOST_SEEDS)
         self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
         self.law, self.earlier = bool(options["law"]), options["prior"]
         self.source, self.spread = "", COLD  # of the prior: where it comes from, and its standard deviation in octaves
@@ -90,7 +92,6 @@ class TuneSweeper(CellSweeper):
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return an example for each arm and batch size."""
         self.space = one_space(spaces)
-        check_whole_number("hydra.sweeper.seeds", self.seeds, 1)
         if not isinstance(self.within, float | int) or isinstance(self.within, bool) or not 0.05 <= self.within <= 4:
             rule = "must be a number of octaves from 0.05 to 4"
             raise ConfigError(f"hydra.sweeper.within={shown(self.within)}: {rule}", "out-of-range")
@@ -125,6 +126,7 @@ class TuneSweeper(CellSweeper):
             side.cells[cell.config.batch.total_batch_size] = cell
         for side in self.sides:
             side.prior = self._prior(side)
+        self.total = USUAL_RUNS * len(cells)
         self.log = SearchLog(self.directory)
         self.seconds_before = self.log.seconds()
         self.chosen = [event for event in self.log.events if event["event"] == "choose"]

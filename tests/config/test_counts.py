@@ -23,7 +23,7 @@ INT = {key: f for key, f, _, _ in every_key() if int in (f.type, *getattr(f.type
 SIZES_OF_BATCHES = {
     "batch.total_batch_size", "batch.ramp_from_tokens", "batch.ramp_quantum_tokens", "scaling.reference_tokens",
     "scaling.noise_scale_tokens", "fitted.min_batch_tokens", "fitted.max_batch_tokens",
-    "optim.gradient_noise_like_batch",
+    "model.block_size", "batch.seq_len", "optim.gradient_noise_like_batch",
 }  # fmt: skip
 
 

@@ -251,7 +251,17 @@ class Curves:
     losses: dict[int, dict[float, list[float]]]  # batch size in tokens -> learning rate -> final loss of each seed
     diverged: dict[int, list[float]]  # batch size -> learning rates
     usual_spread: float  # nats: the prior of the noise
-    posterior: Posterior | None  # of the batch sizes with two learning rates or more; None if there is none
+
+    @cached_property
+    def posterior(self) -> Posterior | None:
+        """Of the batch sizes with two learning rates or more; None if there is none."""
+        several = tuple(
+            (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))
+            for batch, at_batch in self.losses.items()
+            if len(at_batch) > 1
+        )
+        limits = tuple((batch, tuple(lrs)) for batch, lrs in self.diverged.items())
+        return _posterior(several, limits, self.usual_spread) if several else None
 
     @cached_property
     def fits(self) -> dict[int, BatchFit]:
@@ -349,21 +359,14 @@ class Curves:
 
 
 def fit_curves(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float]], usual_spread: float) -> Curves:
-    """Fit all batch sizes of one arm.
+    """The curves of all batch sizes of one arm, fitted together once they are asked for.
 
     `losses`: batch size -> losses of completed runs; `diverged`: batch size -> learning rates that diverged;
     `usual_spread`: standard deviation over seeds that such runs have had, in nats.
     """
     ordered = {b: {lr: list(seeds) for lr, seeds in sorted(by_lr.items())} for b, by_lr in sorted(losses.items())}
     ended = {batch: sorted(lrs) for batch, lrs in sorted(diverged.items())}
-    several = tuple(
-        (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))
-        for batch, at_batch in ordered.items()
-        if len(at_batch) > 1
-    )
-    limits = tuple((batch, tuple(lrs)) for batch, lrs in ended.items())
-    posterior = _posterior(several, limits, usual_spread) if several else None
-    return Curves(ordered, ended, usual_spread, posterior)
+    return Curves(ordered, ended, usual_spread)
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -96,7 +97,7 @@ class Search:
 
     def _outside(self) -> float | None:
         """A learning rate outside those tried, if none of them is known to be too high, or too low."""
-        best = min(self.losses, key=lambda lr: self.curves.means[self.batch, lr], default=None)
+        best = min(self.losses, key=lambda lr: fmean(self.losses[lr]), default=None)
         if best is None and self.diverged:
             return self._beyond(self.tried[0], 1 / OCTAVE)
         centre = best if best is not None else self.running[0].lr
@@ -193,9 +194,16 @@ def next_steps(
 
     `prior`: batch size in tokens -> learning rate; `spread`: its standard deviation in octaves.
     """
-    known = {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
-    start = starts(prior, {batch: found for batch, found in known.items() if batch in prior}, spread)
-    return {batch: Search(curves, batch, running, goal).next_step(start[batch]) for batch in prior}
+    searches = {batch: Search(curves, batch, running, goal) for batch in prior}
+    start = prior
+    if not all(search.tried for search in searches.values()):
+        start = starts(prior, {batch: found for batch, found in found_optima(curves).items() if batch in prior}, spread)
+    return {batch: search.next_step(start[batch]) for batch, search in searches.items()}
+
+
+def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
+    """Batch size -> mean and variance of log2 of the best learning rate, where it is bracketed."""
+    return {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
 
 
 def next_law_steps(
@@ -209,7 +217,7 @@ def next_law_steps(
     middle = min(sizes, key=lambda size: abs(math.log(size * size / (sizes[0] * sizes[-1]))))
     chosen = {size: prior[size] for size in (sizes[0], middle, sizes[-1])}
     steps = next_steps(curves, running, goal, chosen, spread)
-    known = {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
+    known = found_optima(curves)
 
     def width(found: Mapping[int, tuple[float, float]]) -> float:
         return float(np.sqrt(np.diag(expected_optima(prior, found, spread)[1])).mean())

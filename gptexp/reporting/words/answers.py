@@ -11,6 +11,7 @@ from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import Curve
 from gptexp.reporting.statistics.prior import expected_optima
+from gptexp.reporting.statistics.tuning import found_optima
 from gptexp.reporting.words.proposals import Proposal
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -93,7 +94,7 @@ def _by_law(arm: Arm, label: str, search: SearchHistory) -> list[Answer]:
     """The answers at the batch sizes at which a search for the law (`gptexp tune --law`) made no run."""
     names = {run.name for run in arm.runs}
     prior = search.prior_of(names)
-    known = {b: (float(draws.mean()), float(draws.var())) for b, draws in arm.curves.octaves.items() if b in prior}
+    known = {batch: found for batch, found in found_optima(arm.curves).items() if batch in prior}
     if not known:
         return []
     means, covariance = expected_optima(prior, known, search.spread)
