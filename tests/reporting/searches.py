@@ -94,7 +94,7 @@ def parabola(losses: Losses, usual_spread: float, reach: float = OCTAVE) -> Answ
     fit = fit_minimum({x: loss for x, loss in losses.items() if loss < math.inf}, skew=0, reach=reach)
     if not answer.bracketed or fit is None:
         return answer
-    half = 1.96 * fit.unit_sd * usual_spread
+    half = 1.96 * fit.unit_sd * usual_spread / fit.height
     return Answer(2**fit.optimum, 2 ** (fit.optimum - half), 2 ** (fit.optimum + half), True, "bracketed")
 
 

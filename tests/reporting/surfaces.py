@@ -23,8 +23,11 @@ from gptexp.reporting.statistics.noise import usual_spread
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Cells = dict[float, list[float | None]]  # learning rate -> final loss of each seed; None: diverged
 
-SKEW = 0.5  # of the curve that is fitted to real runs, per octave: one octave too high costs 1.4 times one too low
-REACH = 2.25  # octaves from the lowest loss, within which it is fitted
+# The curve that is fitted to real runs. Over a wider range it agrees better with itself, but worse with fits to other
+# runs near the minimum, so a misfit sets in; with another skew the two differ on average.
+SKEW = 0.5  # per octave: one octave too high costs 1.4 times one too low
+REACH = 1.25  # octaves from the lowest loss
+LARGEST_ERROR = 0.25  # octaves: a reference with a larger standard deviation is none
 DIVERGED = 4.5  # nats: a run of Step Law's table that ends above this has diverged
 GRID = np.arange(-2.75, 3, 0.5)  # octaves from the prior: the grid of an arm that runs any learning rate
 PRIOR = 0.85  # octaves: standard deviation of Step Law's formula around the best learning rate
@@ -70,7 +73,8 @@ class Surface(Protocol):
 
 class Fit(NamedTuple):
     optimum: float  # log2 of the learning rate
-    unit_sd: float  # standard deviation of the optimum in octaves, if each loss has one of 1 nat
+    height: float  # nats: a of the curve, about its height one octave from the minimum
+    unit_sd: float  # standard deviation of the optimum in octaves, if that of each loss is the height
 
 
 def fit_minimum(losses: Mapping[float, float], skew: float = SKEW, reach: float = REACH) -> Fit | None:
@@ -96,8 +100,9 @@ def fit_minimum(losses: Mapping[float, float], skew: float = SKEW, reach: float 
     optimum = start + (math.log(turn) / skew if skew else -slope / (2 * height))
     if not x[0] <= optimum <= x[-1]:
         return None
-    gradient = np.array([0, -1, slope / height]) / (2 * height * turn)
-    return Fit(float(optimum), math.sqrt(gradient @ np.linalg.inv(design.T @ design) @ gradient))
+    gradient = np.array([0, -1, slope / height]) / (2 * turn)
+    unit_sd = math.sqrt(gradient @ np.linalg.inv(design.T @ design) @ gradient)
+    return Fit(float(optimum), float(height), unit_sd)
 
 
 def smooth(losses: Mapping[float, float], at: Array) -> Array:
@@ -121,8 +126,8 @@ def smooth(losses: Mapping[float, float], at: Array) -> Array:
 class Table:
     """An arm of real runs.
 
-    The error of a reference comes from `noise`, the effective standard deviation of a loss in nats, as it propagates
-    to the minimum of the fitted curve.
+    The error of a reference comes from `noise`, the effective standard deviation of a loss as a share of the curve's
+    height, as it propagates to the minimum of the fitted curve.
     """
 
     name: str
@@ -164,7 +169,9 @@ class Table:
         if batch in self.read:
             return self.read[batch]
         fit = fit_minimum(self.means(batch, taken))
-        return Reference(fit.optimum, fit.optimum, fit.unit_sd * self.noise) if fit else None
+        if fit is None or fit.unit_sd * self.noise > LARGEST_ERROR:
+            return None
+        return Reference(fit.optimum, fit.optimum, fit.unit_sd * self.noise)
 
     def regret(self, batch: int, lr: float) -> float:
         means = self.means(batch)
@@ -181,11 +188,12 @@ def halves(table: Table, batch: int) -> tuple[Fit, Fit] | None:
 
 
 def effective_noise(tables: Sequence[Table]) -> float:
-    """The standard deviation of a loss, in nats, with which the references of half grids differ as much as they do.
+    """The standard deviation of a loss, as a share of the curve's height, by which half grids differ as they do.
 
-    If each loss has the standard deviation k, the optima of two disjoint halves differ by a value with the variance
-    k^2 (v1 + v2), where v1 and v2 are those for 1 nat. k^2 is the mean of difference^2 / (v1 + v2) over all batch
-    sizes. It holds noise and the misfit in which halves differ, not a misfit that both have.
+    If that of each loss is k heights, the optima of two disjoint halves differ by a value with the variance
+    k^2 (v1 + v2), v1 and v2 those for one height. k^2 is the mean of difference^2 / (v1 + v2) over all batch sizes. In
+    Step Law's table, these ratios spread as a normal distribution does, while they do not for a k in nats. k holds noise
+    and the misfit in which halves differ, not a misfit that both have.
     """
     pairs = [pair for table in tables for batch in table.sizes if (pair := halves(table, batch))]
     return math.sqrt(fmean((a.optimum - b.optimum) ** 2 / (a.unit_sd**2 + b.unit_sd**2) for a, b in pairs))
@@ -239,8 +247,9 @@ def real_sweep() -> list[Table]:
             at.setdefault(float(row["lr"]), []).append(float(row["final_val_loss"]))
     spreads = [np.var(losses, ddof=1) for at in cells.values() for losses in at.values()]  # type: ignore[type-var]
     middle = {batch: 2.0 ** fmean(map(math.log2, at)) for batch, at in cells.items()}
-    spread = usual_spread(74_688, 1_000_448)
-    return [Table("sweep of a new user", cells, middle, spread, noise=math.sqrt(fmean(spreads)))]
+    table = Table("sweep of a new user", cells, middle, usual_spread(74_688, 1_000_448))
+    heights = [fit.height for batch in cells if (fit := fit_minimum(table.means(batch), reach=2 * REACH))]
+    return [replace(table, noise=math.sqrt(fmean(spreads)) / fmean(heights))]
 
 
 @dataclass(frozen=True)
