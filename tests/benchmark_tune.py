@@ -58,7 +58,7 @@ from searches import (
     next_octaves,
     parabola,
 )
-from surfaces import TABLES, Crossing, Reference, Run, Surface, Table, halves, step_law
+from surfaces import TABLES, Crossing, Reference, Run, Surface, Table, every_other_rate, halves, step_law
 
 BUDGET = 8  # runs a batch size
 
@@ -143,7 +143,7 @@ def score(surface: Surface, outcome: Outcome, shared: bool = False) -> list[Scor
         taken = [run for run in outcome.runs if run.batch == batch]
         runs = float(len(taken)) if outcome.cost is None else cost
         cells = len(grid(surface, batch))
-        all_taken = isinstance(surface, Table) and len(taken) == cells * surface.seeds
+        all_taken = isinstance(surface, Table) and not surface.means(batch, taken)
         reference = surface.reference(batch, () if shared or all_taken else taken)
         raw, covered = _holds(answer, reference)
         scores.append(
@@ -284,7 +284,10 @@ def main() -> None:
         print("Left out: steplaw. Give the path of its table: --steplaw PATH, or STEPLAW.", file=sys.stderr)
     else:
         arms = step_law(Path(args.steplaw))
-        tables = {"steplaw": [(arm, seed) for seed in range(args.repeats) for arm in arms], **tables}
+        real = {"steplaw": arms, "steplaw, every other rate": every_other_rate(arms)}
+        tables = {
+            name: [(arm, seed) for seed in range(args.repeats) for arm in of] for name, of in real.items()
+        } | tables
         if args.limits:
             print(limits(arms))
             return

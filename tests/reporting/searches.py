@@ -149,7 +149,7 @@ def next_octaves(losses: Losses, start: float) -> list[float]:
         return [start]
     best = min(losses, key=lambda x: losses[x])
     if math.isinf(losses[best]):
-        return [best - 1]
+        return [min(losses) - 1]
     above = min((x for x in losses if x > best), default=None)
     wanted = [best + 1] if above is None else []
     if above is not None and math.isinf(losses[above]) and above - best > 0.75:

@@ -138,6 +138,8 @@ class Table:
     read: dict[int, Reference] = field(default_factory=dict)  # where a reader sees the optimum
     flat: bool = False
     tokens: float = 1.0
+    every: int = 1  # 2: a method can run every other learning rate, from the `first`; the rest serve as reference
+    first: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -148,7 +150,7 @@ class Table:
         return min(len(losses) for cells in self.cells.values() for losses in cells.values())
 
     def rates(self, batch: int) -> tuple[float, ...]:
-        return tuple(sorted(self.cells[batch]))
+        return tuple(sorted(self.cells[batch])[self.first :: self.every])
 
     def prior(self, batch: int) -> float:
         return self.priors[batch]
@@ -218,6 +220,11 @@ def step_law(path: Path) -> list[Table]:
     ]  # fmt: skip
     noise = effective_noise(tables)
     return [replace(table, noise=noise) for table in tables]
+
+
+def every_other_rate(tables: Sequence[Table]) -> list[Table]:
+    """These arms, each twice, with every other learning rate: the others are a reference whatever a method runs."""
+    return [replace(table, every=2, first=first) for table in tables for first in (0, 1)]
 
 
 def library() -> list[Table]:
