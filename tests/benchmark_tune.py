@@ -4,22 +4,23 @@
     python tests/benchmark_tune.py --law --tables steplaw          # all batch sizes of an arm from runs at three
     python tests/benchmark_tune.py --limits                        # two disjoint references against each other
 
-`steplaw` is the table of Step Law's dense runs (arXiv 2503.04715, columns parameters, tokens, tokens_per_step, lr, loss).
-Its path is `--steplaw` or the environment variable STEPLAW. The arms of the other tables are in reporting/surfaces.py,
-the methods in reporting/searches.py.
+`steplaw` is the table of Step Law's dense runs (arXiv 2503.04715), a CSV file with the columns parameters, tokens,
+tokens_per_step, lr and loss. Its path is `--steplaw` or the environment variable STEPLAW. In "every other rate" a
+method can run half of its learning rates, so that the others are a reference whatever it runs. The arms of the other
+tables are in reporting/surfaces.py, the methods in reporting/searches.py.
 
 The columns, over all batch sizes of a table:
 
 - runs: of a batch size, in runs of full length; grid: their tokens as a share of those of the full grid.
-- reference: share of the batch sizes whose best learning rate is known. A synthetic one is known, and a reader gives that
-  of `library` as a range. Of a table it is estimated from the runs that the method did not take; where these do not
-  bracket it, it is not known. `*`: estimated from all runs, because the method took all (or by `--shared`).
+- reference: share of the batch sizes whose best learning rate is known. That of a synthetic arm is known. That of
+  `library` is a range that a reader gives. That of `steplaw` is estimated from the runs that the method did not take,
+  and is unknown where these do not show it. `*`: estimated from all runs, because the method took all or by `--shared`.
 - 0.25, 0.5: share of them in which the answer is at most so many octaves away. No answer is a miss.
-- coverage: share of the given 95% intervals that hold the reference, once its own error is allowed for. The answer x has
-  an interval of the half-width h on the side of the reference r, whose error has the standard deviation t. If the
-  errors of both are independent, x - r lies within sqrt(h^2 + (1.96 t)^2) as often as the interval holds the truth.
-  t comes from references of disjoint half grids (`surfaces.effective_noise`). A misfit that these share is not in it: the
-  references move by 0.04 octaves if the skew of the fitted curve is 0.3 or 0.7 in place of 0.5.
+- coverage: share of the given 95% intervals that hold the reference, once its own error is allowed for. The answer x
+  has an interval of the half-width h on the side of the reference r, whose error has the standard deviation t. If both
+  errors are independent and normal, x - r lies within sqrt(h^2 + (1.96 t)^2) in 95% if the interval holds the truth in
+  95%. t comes from references of disjoint half grids (`surfaces.effective_noise`). It holds no misfit that these share:
+  the references move by 0.04 octaves if the skew of the fitted curve is 0.3 or 0.7 in place of 0.5.
   raw: share of the intervals that hold the reference itself, which has errors too.
 - width: median width of the interval in octaves.
 - regret: mean loss at the answer above the lowest one, in millinats. Of a table both come from a local parabola through
@@ -57,6 +58,7 @@ from searches import (
     grid,
     next_octaves,
     parabola,
+    start,
 )
 from surfaces import TABLES, Crossing, Reference, Run, Surface, Table, every_other_rate, halves, step_law
 
@@ -64,11 +66,11 @@ BUDGET = 8  # runs a batch size
 
 
 # --- The adapter of `tune`. ------------------------------------------------------------------------------------------
-# To plug in the package's tune: write a Tuner whose two functions call it, and make TUNER that one. Nothing else changes.
+# To plug in the package's tune: write a Tuner whose two functions call it, and make TUNER that one.
 
 
 class Tuner(Protocol):
-    """A pure function from runs to the next run, and one from runs to the answers. It must not read a surface's truth."""
+    """Two pure functions, from runs to the next run and from runs to the answers."""
 
     def wanted(self, trials: Trials, budget: int) -> Sequence[tuple[int, float]]:
         """Batch size and learning rate of the next run, the best first; the first that exists is run. Empty: stop.
@@ -87,9 +89,7 @@ class StandIn:
     def wanted(self, trials: Trials, budget: int) -> Sequence[tuple[int, float]]:
         surface = trials.surface
         return [
-            (batch, 2**x)
-            for batch in surface.sizes
-            for x in next_octaves(trials.losses(batch), math.log2(surface.prior(batch)))
+            (batch, 2**x) for batch in surface.sizes for x in next_octaves(trials.losses(batch), start(surface, batch))
         ]
 
     def answers(self, trials: Trials) -> dict[int, Answer]:
@@ -103,7 +103,7 @@ TUNER: Tuner = StandIn()
 
 
 class Tune:
-    """The method `tune`: runs what a tuner wants, until it wants no more. It may exceed the budget, and that is scored."""
+    """Runs what a tuner wants until it wants no more. It may exceed the budget, and that is scored."""
 
     def __init__(self, tuner: Tuner, budget: int) -> None:
         self.tuner = tuner
@@ -143,7 +143,7 @@ def score(surface: Surface, outcome: Outcome, shared: bool = False) -> list[Scor
         taken = [run for run in outcome.runs if run.batch == batch]
         runs = float(len(taken)) if outcome.cost is None else cost
         cells = len(grid(surface, batch))
-        all_taken = isinstance(surface, Table) and not surface.means(batch, taken)
+        all_taken = isinstance(surface, Table) and batch not in surface.read and not surface.means(batch, taken)
         reference = surface.reference(batch, () if shared or all_taken else taken)
         raw, covered = _holds(answer, reference)
         scores.append(
@@ -190,15 +190,12 @@ class Trial(NamedTuple):
     over: float | None  # runs beyond the budget, as a share of it
 
 
-Row = dict[str, list[Trial]]  # by method
-
-
-def play(arm: tuple[Surface, int], names: Sequence[str], budget: int, shared: bool = False) -> Row:
+def play(arm: tuple[Surface, int], names: Sequence[str], budget: int, shared: bool = False) -> dict[str, Trial]:
     """The trials of these methods on an arm. Optuna's samplers have as many runs of each batch size as `tune` took."""
     surface, seed = arm
     methods: dict[str, Method] = {"tune": Tune(TUNER, budget), **METHODS, **LAWS, **EARLY_STOPPING}
     taken: Mapping[int, int] = dict.fromkeys(surface.sizes, budget)
-    row: Row = {}
+    row: dict[str, Trial] = {}
     for name in sorted(names, key=lambda name: name != "tune"):
         if name in EARLY_STOPPING and not isinstance(surface, Crossing):
             continue
@@ -209,7 +206,7 @@ def play(arm: tuple[Surface, int], names: Sequence[str], budget: int, shared: bo
         if name == "tune":
             taken = {batch: sum(run.batch == batch for run in outcome.runs) for batch in surface.sizes}
         over = None if outcome.budget is None else max(0.0, len(outcome.runs) / outcome.budget - 1)
-        row[name] = [Trial(score(surface, outcome, shared), seconds, over)]
+        row[name] = Trial(score(surface, outcome, shared), seconds, over)
     return row
 
 
@@ -265,7 +262,9 @@ def limits(tables: Sequence[Table]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How well methods find the best learning rate of each batch size.")
     names = ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING]
-    parser.add_argument("--steplaw", type=Path, default=os.environ.get("STEPLAW"), help="Step Law's table, a CSV file")
+    parser.add_argument(
+        "--steplaw", type=Path, default=os.environ.get("STEPLAW") or None, help="Step Law's table, a CSV file"
+    )
     parser.add_argument("--tables", nargs="+", default=[""], help=f"parts of: steplaw, {', '.join(TABLES)}")
     parser.add_argument("--methods", nargs="+", default=[""], help=f"parts of: {', '.join([*names, *LAWS])}")
     parser.add_argument("--law", action="store_true", help="all batch sizes from runs at three")
@@ -274,32 +273,42 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=BUDGET, help="runs a batch size")
     parser.add_argument("--repeats", type=int, default=1, help="with other noise and other random choices")
     parser.add_argument("--processes", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steplaw is None and args.limits:
+        parser.error("--limits: give Step Law's table, --steplaw PATH")
+    if args.steplaw is not None and not args.steplaw.is_file():
+        parser.error(f"--steplaw={args.steplaw}: no such file; give the path of Step Law's table")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> dict[str, list[tuple[Surface, int]]]:
+    """The arms of each table that is asked for, each with the number of its repeat."""
+    tables = dict(TABLES)
+    if args.steplaw is None:
+        print("Left out: steplaw. Give the path of its table: --steplaw PATH, or STEPLAW.", file=sys.stderr)
+    else:
+        arms = step_law(args.steplaw)
+        tables = {"steplaw": lambda _: arms, "steplaw, every other rate": lambda _: every_other_rate(arms)} | tables
+    return {
+        name: [(arm, seed) for seed in range(args.repeats) for arm in of(seed) if len(arm.sizes) >= 3 or not args.law]
+        for name, of in tables.items()
+        if any(part in name for part in args.tables)
+    }
 
 
 def main() -> None:
     args = arguments()
-    tables = {name: [(arm, seed) for seed in range(args.repeats) for arm in of(seed)] for name, of in TABLES.items()}
-    if args.steplaw is None:
-        print("Left out: steplaw. Give the path of its table: --steplaw PATH, or STEPLAW.", file=sys.stderr)
-    else:
-        arms = step_law(Path(args.steplaw))
-        real = {"steplaw": arms, "steplaw, every other rate": every_other_rate(arms)}
-        tables = {
-            name: [(arm, seed) for seed in range(args.repeats) for arm in of] for name, of in real.items()
-        } | tables
-        if args.limits:
-            print(limits(arms))
-            return
+    if args.limits:
+        print(limits(step_law(args.steplaw)))
+        return
     names = [*LAWS] if args.law else ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING]
     names = [name for name in names if any(part in name for part in args.methods)]
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
     with multiprocessing.Pool(args.processes) as pool:
-        for table in (name for name in tables if any(part in name for part in args.tables)):
-            arms_of = [(arm, seed) for arm, seed in tables[table] if len(arm.sizes) >= 3 or not args.law]
-            played = pool.map(partial(play, names=names, budget=args.budget, shared=args.shared), arms_of, chunksize=1)
+        for table, arms in chosen(args).items():
+            played = pool.map(partial(play, names=names, budget=args.budget, shared=args.shared), arms, chunksize=1)
             for name in names:
-                if trials := [trial for row in played for trial in row.get(name, [])]:
+                if trials := [row[name] for row in played if name in row]:
                     print(line(summary(table, name, trials)), flush=True)
 
 

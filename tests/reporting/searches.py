@@ -79,6 +79,12 @@ def grid(surface: Surface, batch: int) -> list[float]:
     return [float(x) for x in math.log2(surface.prior(batch)) + GRID]
 
 
+def start(surface: Surface, batch: int, off: float = 0.0) -> float:
+    """log2 of the prior, moved by `off` octaves, within the grid."""
+    x = grid(surface, batch)
+    return min(max(math.log2(surface.prior(batch)) + off, min(x)), max(x))
+
+
 def lowest(losses: Losses) -> Answer:
     """The learning rate of the lowest loss; bracketed if it is not at an end."""
     best = min(losses, key=lambda x: losses[x])
@@ -89,7 +95,7 @@ def lowest(losses: Losses) -> Answer:
 
 
 def parabola(losses: Losses, usual_spread: float, reach: float = OCTAVE) -> Answer:
-    """The minimum of a parabola through the losses within `reach` of the lowest, with its error for the usual spread."""
+    """The minimum of a parabola through the losses within `reach` of the lowest; its error is from the usual spread."""
     answer = lowest(losses)
     fit = fit_minimum({x: loss for x, loss in losses.items() if loss < math.inf}, skew=0, reach=reach)
     if not answer.bracketed or fit is None:
@@ -140,13 +146,13 @@ def golden(trials: Trials, batch: int, _: np.random.Generator) -> Losses:
     return trials.losses(batch)
 
 
-def next_octaves(losses: Losses, start: float) -> list[float]:
+def next_octaves(losses: Losses, first: float) -> list[float]:
     """Where a bracket by octaves may run next, the best place first; none: the lowest loss has one on both sides.
 
     Next to a run that diverged, it runs half an octave lower.
     """
     if not losses:
-        return [start]
+        return [first]
     best = min(losses, key=lambda x: losses[x])
     if math.isinf(losses[best]):
         return [min(losses) - 1]
@@ -159,11 +165,8 @@ def next_octaves(losses: Losses, start: float) -> list[float]:
 
 def bracket(trials: Trials, batch: int, rng: np.random.Generator, off: float = 0) -> Losses:
     """Octaves around the prior until the lowest loss has a higher one on both sides. `off`: begun so far from it."""
-    x = grid(trials.surface, batch)
-    start = math.log2(trials.surface.prior(batch)) + off * rng.choice([-1, 1])
-    if trials.surface.rates(batch) is not None:
-        start = min(max(start, min(x)), max(x))
-    while any(trials.run(batch, 2**wanted) for wanted in next_octaves(trials.losses(batch), start)):
+    first = start(trials.surface, batch, off * rng.choice([-1, 1]))
+    while any(trials.run(batch, 2**wanted) for wanted in next_octaves(trials.losses(batch), first)):
         pass
     return trials.losses(batch)
 
@@ -193,32 +196,27 @@ def sampler(name: str, surface: Surface, rng: np.random.Generator, runs: Mapping
 
     It is told the learning rates that were run. A run that diverged counts as the worst loss so far.
     """
-    import optuna  # the only use of an optional package
+    import optuna  # an optional package, and slow to import
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     trials = Trials(surface)
     for batch in surface.sizes:
-        x = grid(surface, batch)
-        prior = math.log2(surface.prior(batch))
-        space = {"x": optuna.distributions.FloatDistribution(min(*x, prior), max(*x, prior))}
-        seed = int(rng.integers(2**31))
-        samplers = optuna.samplers
-        chosen = (
-            samplers.TPESampler(seed=seed, n_startup_trials=2)
-            if name == "tpe"
-            else samplers.GPSampler(seed=seed, n_startup_trials=2, deterministic_objective=False)
-        )
-        study = optuna.create_study(sampler=chosen)
-        for i in range(runs[batch]):
+        x, first = grid(surface, batch), start(surface, batch)
+        space = {"x": optuna.distributions.FloatDistribution(min(x), max(x))}
+        kind = {"TPE": optuna.samplers.TPESampler, "GP": optuna.samplers.GPSampler}[name]
+        study = optuna.create_study(sampler=kind(seed=int(rng.integers(2**31)), n_startup_trials=2))
+        for i in range(3 * runs[batch]):  # what it asks for may have been run
+            if sum(run.batch == batch for run in trials.runs) == runs[batch]:
+                break
             asked = study.ask(space)
-            run = trials.run(batch, 2 ** (asked.params["x"] if i else min(max(prior, min(x)), max(x))))
+            run = trials.run(batch, 2 ** (asked.params["x"] if i else first))
             study.tell(asked, state=optuna.trial.TrialState.FAIL)  # the rate that was run takes its place
             if run is None:
                 continue
-            losses = [loss for loss in trials.losses(batch).values() if loss < math.inf]
-            value = max(losses, default=10.0) if run.loss is None else run.loss
-            params = {"x": math.log2(run.lr)}
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=value))
+            worst = max((loss for loss in trials.losses(batch).values() if loss < math.inf), default=10.0)
+            at = {"x": min(max(math.log2(run.lr), min(x)), max(x))}  # rounding
+            value = worst if run.loss is None else run.loss
+            study.add_trial(optuna.trial.create_trial(params=at, distributions=space, value=value))
     return Outcome({batch: lowest(trials.losses(batch)) for batch in surface.sizes}, trials.runs)
 
 
@@ -278,8 +276,8 @@ METHODS: dict[str, Method] = {
 }
 # With as many runs of each batch size as `tune` took.
 SAMPLERS: dict[str, Callable[..., Outcome]] = {
-    "Optuna TPE": partial(sampler, "tpe"),
-    "Optuna GP": partial(sampler, "gp"),
+    "Optuna TPE": partial(sampler, "TPE"),
+    "Optuna GP": partial(sampler, "GP"),
 }
 # On learning curves only.
 EARLY_STOPPING: dict[str, Method] = {
