@@ -37,7 +37,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -251,10 +251,12 @@ def limits(tables: Sequence[Table]) -> str:
     sizes = [(table, batch) for table in tables for batch in table.sizes]
     pairs = [pair for table, batch in sizes if (pair := halves(table, batch))]
     d = np.array([a.optimum - b.optimum for a, b in pairs])
+    errors = tables[0].noise * np.array([math.hypot(a.unit_sd, b.unit_sd) for a, b in pairs])
     sds = [found.sd for table, batch in sizes if (found := table.reference(batch, ()))]
     return (
         f"{len(sizes)} batch sizes, {len(pairs)} with two disjoint references: within 0.25 octaves "
-        f"{(np.abs(d) <= 0.25).mean():.0%}, 0.5 {(np.abs(d) <= 0.5).mean():.0%}, rms {math.sqrt((d**2).mean()):.3f}; "
+        f"{(np.abs(d) <= 0.25).mean():.0%}, 0.5 {(np.abs(d) <= 0.5).mean():.0%}, rms {math.sqrt((d**2).mean()):.3f}, "
+        f"1.96 of their standard deviation {(np.abs(d) <= 1.96 * errors).mean():.0%}; "
         f"standard deviation of one of all runs {median(sds):.3f} (median)"
     )
 
@@ -283,12 +285,12 @@ def arguments() -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> dict[str, list[tuple[Surface, int]]]:
     """The arms of each table that is asked for, each with the number of its repeat."""
-    tables = dict(TABLES)
+    tables: Mapping[str, Callable[[int], Sequence[Surface]]] = TABLES
     if args.steplaw is None:
         print("Left out: steplaw. Give the path of its table: --steplaw PATH, or STEPLAW.", file=sys.stderr)
     else:
         arms = step_law(args.steplaw)
-        tables = {"steplaw": lambda _: arms, "steplaw, every other rate": lambda _: every_other_rate(arms)} | tables
+        tables = {"steplaw": lambda _: arms, "steplaw, every other rate": lambda _: every_other_rate(arms), **tables}
     return {
         name: [(arm, seed) for seed in range(args.repeats) for arm in of(seed) if len(arm.sizes) >= 3 or not args.law]
         for name, of in tables.items()

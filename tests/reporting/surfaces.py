@@ -8,8 +8,9 @@ Learning rates are passed as such, and compared as log2 of them, in octaves. Los
 
 import csv
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
@@ -51,14 +52,23 @@ class Reference(NamedTuple):
 class Surface(Protocol):
     """An arm: several batch sizes, runs of equal length."""
 
-    name: str
-    sizes: tuple[int, ...]  # tokens a step
-    tokens: float  # of a run
-    usual_spread: float  # nats: the standard deviation over seeds that such runs usually have
-    flat: bool  # no learning rate is better than another
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...  # tokens a step
+
+    @property
+    def tokens(self) -> float: ...  # of a run
+
+    @property
+    def usual_spread(self) -> float: ...  # nats: the standard deviation over seeds that such runs usually have
 
     @property
     def seeds(self) -> int | None: ...  # of each cell; None: any number
+
+    @property
+    def flat(self) -> bool: ...  # no learning rate is better than another
 
     def rates(self, batch: int) -> tuple[float, ...] | None: ...  # learning rates that can be run; None: any
 
@@ -362,29 +372,28 @@ def synthetic(name: str, kind: Kind, seed: int, off: float | None = None) -> Syn
     )  # fmt: skip
 
 
-def of_noise(ratio: float, seed: int, offs: Sequence[float | None] = (None,)) -> Iterator[Synthetic]:
+def of_noise(seed: int, ratio: float, offs: Sequence[float | None] = (None,)) -> list[Synthetic]:
     """An arm of each kind; `ratio`: of a run's standard deviation to the height of the curve at one octave."""
-    for name in SYNTHETIC_KINDS:
-        for off in offs:
-            kind = KINDS[name]
-            yield synthetic(name, replace(kind, sigma=ratio * kind.height), seed, off)
+    kinds = {name: replace(KINDS[name], sigma=ratio * KINDS[name].height) for name in SYNTHETIC_KINDS}
+    return [synthetic(name, kind, seed, off) for name, kind in kinds.items() for off in offs]
 
 
-def flat(seed: int) -> Iterator[Synthetic]:
-    for sigma in (0.001, 0.006, 0.03):
-        yield synthetic("flat", Kind(height=0, sigma=sigma), seed)
-        yield synthetic("flat, heavy tails", Kind(height=0, sigma=sigma, heavy_tails=True), seed)
+def flat(seed: int) -> list[Synthetic]:
+    return [
+        synthetic("flat", Kind(height=0, sigma=sigma, heavy_tails=heavy), seed)
+        for sigma in (0.001, 0.006, 0.03)
+        for heavy in (False, True)
+    ]
 
 
-def crossing(seed: int) -> Iterator[Synthetic]:
-    for sigma in (0.001, 0.002):
-        yield synthetic("crossing", Kind(height=0.011, sigma=sigma), seed)
+def crossing(seed: int) -> list[Synthetic]:
+    return [synthetic("crossing", Kind(height=0.011, sigma=sigma), seed) for sigma in (0.001, 0.002)]
 
 
-TABLES = {
-    "library": lambda seed: library(),
-    **{f"noise {ratio:g}": (lambda seed, ratio=ratio: list(of_noise(ratio, seed))) for ratio in (0.05, 0.2, 0.5, 2)},
-    "prior off by 3": lambda seed: list(of_noise(0.2, seed, (-3, 3))),
-    "flat": lambda seed: list(flat(seed)),
-    "crossing": lambda seed: list(crossing(seed)),
+TABLES: dict[str, Callable[[int], Sequence[Surface]]] = {  # by the number of the repeat
+    "library": lambda _: library(),
+    **{f"noise {ratio:g}": partial(of_noise, ratio=ratio) for ratio in (0.05, 0.2, 0.5, 2)},
+    "prior off by 3": partial(of_noise, ratio=0.2, offs=(-3, 3)),
+    "flat": flat,
+    "crossing": crossing,
 }
