@@ -25,8 +25,8 @@ The columns, over all batch sizes of a table:
 - width: median width of the interval in octaves.
 - regret: mean loss at the answer above the lowest one, in millinats. Of a table both come from a local parabola through
   all its runs, which is independent of the references' curve; the noise of the table itself makes it at least 0.
-- bracketed: share that is said to be bracketed. False: share of these whose reference lies outside the learning rates
-  that were run, or that are flat.
+- bracketed: share that is said to be bracketed. false: share of these, where the reference is known, whose reference
+  lies outside the learning rates that were run, or whose arm is flat.
 - over: by how much the runs exceeded the budget, as a share of it, at most over the arms.
 - seconds: for an arm, of the method's own time.
 """
@@ -37,7 +37,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -133,13 +133,14 @@ class Score(NamedTuple):
     width: float | None
     regret: float | None
     bracketed: bool
-    falsely: bool
+    outside: bool | None  # the reference lies outside the learning rates that were run, or the arm is flat
 
 
 def score(surface: Surface, outcome: Outcome, shared: bool = False) -> list[Score]:
     cost = (len(outcome.runs) if outcome.cost is None else outcome.cost) / len(surface.sizes)
     scores = []
-    for batch, answer in outcome.answers.items():
+    for batch in surface.sizes:
+        answer = outcome.answers.get(batch, Answer(None))
         taken = [run for run in outcome.runs if run.batch == batch]
         runs = float(len(taken)) if outcome.cost is None else cost
         cells = len(grid(surface, batch))
@@ -151,7 +152,7 @@ def score(surface: Surface, outcome: Outcome, shared: bool = False) -> list[Scor
                 runs, runs / cells, _distance(answer, reference), shared or all_taken, raw, covered,
                 math.log2(answer.high / answer.low) if answer.low and answer.high else None,
                 surface.regret(batch, answer.lr) if answer.lr else None,
-                answer.bracketed, answer.bracketed and (surface.flat or _outside(taken, reference)),
+                answer.bracketed, surface.flat or _outside(taken, reference),
             )
         )  # fmt: skip
     return scores
@@ -177,9 +178,9 @@ def _holds(answer: Answer, reference: Reference | None) -> tuple[bool | None, bo
     return low <= reference.high and reference.low <= high, distance <= math.hypot(half, 1.96 * reference.sd)
 
 
-def _outside(taken: Sequence[Run], reference: Reference | None) -> bool:
+def _outside(taken: Sequence[Run], reference: Reference | None) -> bool | None:
     x = [math.log2(run.lr) for run in taken]
-    return reference is not None and (reference.low > max(x) or reference.high < min(x))
+    return None if reference is None or not x else reference.low > max(x) or reference.high < min(x)
 
 
 class Trial(NamedTuple):
@@ -200,9 +201,9 @@ def play(arm: tuple[Surface, int], names: Sequence[str], budget: int, shared: bo
         if name in EARLY_STOPPING and not isinstance(surface, Crossing):
             continue
         method = partial(SAMPLERS[name], runs=taken) if name in SAMPLERS else methods[name]
-        start = time.process_time()
+        began = time.process_time()
         outcome = method(surface, np.random.default_rng([seed, *f"{name} {surface.name}".encode()]))
-        seconds = time.process_time() - start
+        seconds = time.process_time() - began
         if name == "tune":
             taken = {batch: sum(run.batch == batch for run in outcome.runs) for batch in surface.sizes}
         over = None if outcome.budget is None else max(0.0, len(outcome.runs) / outcome.budget - 1)
@@ -237,7 +238,7 @@ def summary(table: str, method: str, trials: Sequence[Trial]) -> list[str]:
         _mean([score.covered for score in scores]), _mean([score.raw for score in scores]),
         f"{median(widths):.2f}" if widths else "–", _mean(regrets, "{:.1f}"),
         _mean([score.bracketed for score in scores]),
-        _mean([score.falsely for score in scores if score.bracketed]),
+        _mean([score.outside for score in scores if score.bracketed]),
         f"{max(overs):.0%}" if overs else "–", _mean([trial.seconds for trial in trials], "{:.2f}"),
     ]  # fmt: skip
 
@@ -291,11 +292,19 @@ def chosen(args: argparse.Namespace) -> dict[str, list[tuple[Surface, int]]]:
     else:
         arms = step_law(args.steplaw)
         tables = {"steplaw": lambda _: arms, "steplaw, every other rate": lambda _: every_other_rate(arms), **tables}
+    smallest = 3 if args.law else 1
     return {
-        name: [(arm, seed) for seed in range(args.repeats) for arm in of(seed) if len(arm.sizes) >= 3 or not args.law]
-        for name, of in tables.items()
-        if any(part in name for part in args.tables)
+        name: [(arm, seed) for seed in range(args.repeats) for arm in tables[name](seed) if len(arm.sizes) >= smallest]
+        for name in named(tables, args.tables)
     }
+
+
+def named(names: Collection[str], parts: Sequence[str]) -> list[str]:
+    """The names that contain one of the parts."""
+    for part in parts:
+        if not any(part in name for name in names):
+            raise SystemExit(f"{part}: no such name; one of: {', '.join(names)}")
+    return [name for name in names if any(part in name for part in parts)]
 
 
 def main() -> None:
@@ -303,8 +312,7 @@ def main() -> None:
     if args.limits:
         print(limits(step_law(args.steplaw)))
         return
-    names = [*LAWS] if args.law else ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING]
-    names = [name for name in names if any(part in name for part in args.methods)]
+    names = named([*LAWS] if args.law else ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING], args.methods)
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
     with multiprocessing.Pool(args.processes) as pool:
         for table, arms in chosen(args).items():
