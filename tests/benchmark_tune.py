@@ -15,6 +15,8 @@ The columns, over all batch sizes of a table:
 - reference: share of the batch sizes whose best learning rate is known. That of a synthetic arm is known. That of
   `library` is a range that a reader gives. That of `steplaw` is estimated from the runs that the method did not take,
   and is unknown where these do not show it. `*`: estimated from all runs, because the method took all or by `--shared`.
+  Runs near the optimum leave none to estimate it from. So if this share is low, the batch sizes that are left are those
+  at which the method missed; see "every other rate", where it hardly depends on the method.
 - 0.25, 0.5: share of them in which the answer is at most so many octaves away. No answer is a miss.
 - coverage: share of the given 95% intervals that hold the reference, once its own error is allowed for. The answer x
   has an interval of the half-width h on the side of the reference r, whose error has the standard deviation t. If both

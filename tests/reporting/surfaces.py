@@ -387,7 +387,8 @@ def flat(seed: int) -> list[Synthetic]:
 
 
 def crossing(seed: int) -> list[Synthetic]:
-    return [synthetic("crossing", Kind(height=0.011, sigma=sigma), seed) for sigma in (0.001, 0.002)]
+    kinds = [Kind(height=0.011, sigma=sigma) for sigma in (0.001, 0.002)]
+    return [synthetic("crossing", kind, 3 * seed + i) for kind in kinds for i in range(3)]
 
 
 TABLES: dict[str, Callable[[int], Sequence[Surface]]] = {  # by the number of the repeat
