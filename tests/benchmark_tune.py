@@ -39,11 +39,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parent / "reporting"))
 
@@ -58,50 +59,66 @@ from searches import (
     Outcome,
     Trials,
     grid,
-    next_octaves,
-    parabola,
-    start,
 )
 from surfaces import TABLES, Crossing, Reference, Run, Surface, Table, every_other_rate, halves, step_law
+
+from gptexp.reporting.statistics.curves import Curves, fit_curves
+from gptexp.reporting.statistics.prior import COLD, expected_optima
+from gptexp.reporting.statistics.tuning import Goal, found_optima, most_useful, next_law_steps, next_steps
 
 BUDGET = 8  # runs a batch size
 
 
-# --- The adapter of `tune`. ------------------------------------------------------------------------------------------
-# To plug in the package's tune: write a Tuner whose two functions call it, and make TUNER that one.
+# --- tune ------------------------------------------------------------------------------------------------------------
 
 
-class Tuner(Protocol):
-    """Two pure functions, from runs to the next run and from runs to the answers."""
+class Tuner:
+    """The statistics of `gptexp tune`, from runs to the next run and from runs to the answers."""
+
+    def __init__(self, within: float = 0.25, by_law: bool = False) -> None:
+        self.within, self.by_law = within, by_law
 
     def wanted(self, trials: Trials, budget: int) -> Sequence[tuple[int, float]]:
         """Batch size and learning rate of the next run, the best first; the first that exists is run. Empty: stop.
 
-        `budget`: the most runs of the arm. `trials` has the `runs` so far, and the arm's `surface`: of that only sizes,
-        tokens, usual spread, seeds, rates and priors.
+        `budget`: the most runs of the arm.
         """
-        ...
-
-    def answers(self, trials: Trials) -> dict[int, Answer]: ...
-
-
-class StandIn:
-    """A stand-in for `tune`: a bracket by octaves around the prior, then a parabola."""
-
-    def wanted(self, trials: Trials, budget: int) -> Sequence[tuple[int, float]]:
         surface = trials.surface
-        return [
-            (batch, 2**x) for batch in surface.sizes for x in next_octaves(trials.losses(batch), start(surface, batch))
-        ]
+        if len(trials.runs) >= budget:
+            return []
+        goal = Goal(self.within, surface.seeds or 8, {batch: surface.rates(batch) or () for batch in surface.sizes})
+        curves = self.curves(trials)
+        prior = {batch: surface.prior(batch) for batch in surface.sizes}
+        choose = next_law_steps if self.by_law else next_steps
+        steps = choose(curves, [], goal, prior, COLD)
+        step = most_useful(steps, dict.fromkeys(prior, 1.0), {run.batch for run in trials.runs})
+        return [] if step is None else [(step.trial.batch, step.trial.lr)]
+
+    def curves(self, trials: Trials) -> Curves:
+        losses: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        diverged = {(run.batch, run.lr) for run in trials.runs if run.loss is None}
+        for run in trials.runs:
+            if run.loss is not None and (run.batch, run.lr) not in diverged:
+                losses[run.batch][run.lr].append(run.loss)
+        limits = {batch: [lr for size, lr in diverged if size == batch] for batch in trials.surface.sizes}
+        return fit_curves(losses, {batch: lrs for batch, lrs in limits.items() if lrs}, trials.surface.usual_spread)
 
     def answers(self, trials: Trials) -> dict[int, Answer]:
-        return {
-            batch: parabola(losses, trials.surface.usual_spread) if (losses := trials.losses(batch)) else Answer(None)
-            for batch in trials.surface.sizes
-        }
-
-
-TUNER: Tuner = StandIn()
+        curves = self.curves(trials)
+        answers = {}
+        for batch, curve in curves.by_batch.items():
+            optimum = curve.optimum
+            if optimum is None:
+                answers[batch] = Answer(curve.best, status=curve.status)
+            else:
+                answers[batch] = Answer(optimum.lr, optimum.low, optimum.high, True, curve.status)
+        if self.by_law:
+            prior = {batch: trials.surface.prior(batch) for batch in trials.surface.sizes}
+            means, covariance = expected_optima(prior, found_optima(curves), COLD)
+            for batch, mean, variance in zip(sorted(prior), means, covariance.diagonal(), strict=True):
+                half = 1.96 * math.sqrt(variance)
+                answers.setdefault(batch, Answer(2**mean, 2 ** (mean - half), 2 ** (mean + half)))
+        return answers
 
 
 class Tune:
@@ -196,7 +213,10 @@ class Trial(NamedTuple):
 def play(arm: tuple[Surface, int], names: Sequence[str], budget: int, shared: bool = False) -> dict[str, Trial]:
     """The trials of these methods on an arm. Optuna's samplers have as many runs of each batch size as `tune` took."""
     surface, seed = arm
-    methods: dict[str, Method] = {"tune": Tune(TUNER, budget), **METHODS, **LAWS, **EARLY_STOPPING}
+    methods: dict[str, Method] = {
+        "tune": Tune(Tuner(), budget), "tune --law": Tune(Tuner(by_law=True), budget),
+        **METHODS, **LAWS, **EARLY_STOPPING,
+    }  # fmt: skip
     taken: Mapping[int, int] = dict.fromkeys(surface.sizes, budget)
     row: dict[str, Trial] = {}
     for name in sorted(names, key=lambda name: name != "tune"):
@@ -314,7 +334,7 @@ def main() -> None:
     if args.limits:
         print(limits(step_law(args.steplaw)))
         return
-    names = named([*LAWS] if args.law else ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING], args.methods)
+    names = named(["tune --law", *LAWS] if args.law else ["tune", *METHODS, *SAMPLERS, *EARLY_STOPPING], args.methods)
     print(line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
     with multiprocessing.Pool(args.processes) as pool:
         for table, arms in chosen(args).items():

@@ -26,7 +26,7 @@ def confirm_search(sweeper: CellSweeper) -> bool:
     if sweeper.prints_json:
         reserve_stdout_for_result()
     combinations = sweeper.combinations(spaces(sweeper.params, sweeper.config.hydra.overrides.task, sweeper.loader))
-    drafts = draft_cells(sweeper.loader, sweeper.config, combinations, sweeper.count(combinations))
+    drafts = draft_cells(sweeper.compositions, combinations, sweeper.count(combinations))
     if any(draft.config is None for draft in drafts):
         return True  # the sweep refuses them
     plans = [cell.plan for cell in plan_sweep(drafts) if cell.plan is not None]

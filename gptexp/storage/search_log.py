@@ -43,16 +43,16 @@ class SearchLog:
 
     def seconds(self) -> float:
         """How long the commands of the search took. A killed one ends with its last event, or its runs' last step."""
-        starts = [event["time"] for event in self.events if event["event"] == "start"]
+        starts = [number for number, event in enumerate(self.events) if event["event"] == "start"]
         total = 0.0
-        for begin, following in itertools.pairwise([*starts, math.inf]):
-            own = [event for event in self.events if begin <= event["time"] < following]
-            ends = [event["time"] for event in own]
-            for event in own:
+        for first, last in itertools.pairwise([*starts, len(self.events)]):
+            ends = [event["time"] for event in self.events[first:last]]
+            for event in self.events[first:last]:
                 if event["event"] == "choose":
                     with suppress(OSError):
                         ends.append((self.path.parent / event["cell"] / run_dir.METRICS).stat().st_mtime)
-            total += min(max(ends), following) - begin
+            following = self.events[last]["time"] if last < len(self.events) else math.inf
+            total += min(max(ends), following) - self.events[first]["time"]
         return total
 
 

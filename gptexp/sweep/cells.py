@@ -110,7 +110,7 @@ def _is_value(override: Override) -> bool:
 
 
 def draft_cells(
-    loader: ConfigLoader, config: DictConfig, combinations: Sequence[Sequence[str]], total: int, first: int = 0
+    compositions: Compositions, combinations: Sequence[Sequence[str]], total: int, first: int = 0
 ) -> list[Draft]:
     """Compose and check each combination of overrides.
 
@@ -120,8 +120,8 @@ def draft_cells(
     """
     if not combinations:
         raise ConfigError("the sweep has no cells; give at least one value of each swept key", "no-cells")
-    swept = swept_keys(config)
-    drafts, compositions = [], Compositions(loader, config)
+    config = compositions.sweep
+    swept, drafts = swept_keys(config), []
     for number, overrides in enumerate(combinations, first):
         composition = compositions.cell(overrides)
         pairs = (text.partition("=") for text in as_typed(overrides))

@@ -45,7 +45,7 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
     arguments = list(config.hydra.overrides.task)
     combinations = sweeper.combinations(spaces(sweeper.params, arguments, engine.config_loader))
     total = sweeper.count(combinations)
-    drafts = draft_cells(engine.config_loader, config, combinations, total)
+    drafts = draft_cells(sweeper.compositions, combinations, total)
     legal = [draft.config for draft in drafts if draft.config is not None]
     places = sweeper.launcher.places(legal) if legal else Places(1)
     return Grid(drafts, total, places.at_once, bool(places.gpus))

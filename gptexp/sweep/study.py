@@ -66,7 +66,7 @@ class OptunaSweeper(CellSweeper):
         while self.asked < self.total and self.study.wants(self.n_trials):
             self.asked += 1
             number, overrides = self.study.ask()
-            [draft] = draft_cells(self.loader, self.config, [overrides], self.n_trials, len(self.cells))
+            [draft] = draft_cells(self.compositions, [overrides], self.n_trials, len(self.cells))
             if draft.problems:  # each value is legal, their combination is not
                 warn(f"{draft.title}: {draft.problems[0]}")
                 self.study.refuse(number)

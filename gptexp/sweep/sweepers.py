@@ -32,7 +32,7 @@ from gptexp.process.words import counted, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
-from gptexp.sweep.cells import PLUGINS, Cell, confounds, decisions, draft_cells, record, settle
+from gptexp.sweep.cells import PLUGINS, Cell, Compositions, confounds, decisions, draft_cells, record, settle
 from gptexp.sweep.launchers import CellLauncher, Process
 from gptexp.sweep.space import Axis, Interval, spaces
 
@@ -61,6 +61,7 @@ class CellSweeper(Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         self.context, self.task, self.config = hydra_context, task_function, config
         self.loader = hydra_context.config_loader
+        self.compositions = Compositions(self.loader, config)
         plugins: Any = Plugins.instance()
         self.launcher = plugins.instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -105,7 +106,7 @@ class CellSweeper(Sweeper):
         """
         axes, signals = spaces(self.params, arguments, self.loader), list[int]()
         combinations = self.combinations(axes)
-        cells = settle(draft_cells(self.loader, self.config, combinations, self.count(combinations)), self.directory)
+        cells = settle(draft_cells(self.compositions, combinations, self.count(combinations)), self.directory)
         self.check(cells)
         lock = run_dir.lock_sweep(self.directory)
         self.queue(cells, axes)

@@ -223,17 +223,18 @@ class TuneSweeper(CellSweeper):
         for side in self.sides:
             curves = Arm({}, set(), [run for run in runs if side.holds(run)]).curves
             running = [trial for of, trial in self.decided.values() if of is side]
+            closed = [
+                batch
+                for batch in side.cells
+                if (side.overrides, batch) in self.failures or not self._is_affordable(side, batch)
+            ]
+            goal = Goal(self.within, self.seeds, dict.fromkeys(side.cells, self._rates), closed)
             choose = next_law_steps if self.law else next_steps
-            steps = choose(curves, running, Goal(self.within, self.seeds, self._rates), side.prior, self.spread)
+            steps = choose(curves, running, goal, side.prior, self.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
-            possible = {
-                batch: step
-                for batch, step in steps.items()
-                if (side.overrides, batch) not in self.failures and self._is_affordable(side, batch)
-            }
             costs = {batch: 2.0 ** round(math.log2(self._seconds(batch) or 1.0)) for batch in side.cells}
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
-            if (step := most_useful(possible, costs, tried)) is not None:
+            if (step := most_useful(steps, costs, tried)) is not None:
                 found.append((side, step))
         return min(found, key=lambda choice: choice[0].spent, default=None)
 
@@ -294,7 +295,7 @@ class TuneSweeper(CellSweeper):
         fixed = [axis.override(axis.among[0]) for axis in self.space if not axis.swept and isinstance(axis.among, list)]
         kept = [text for text in fixed if text.partition("=")[0] not in AXES]
         own = [f"{BATCH}={batch}", f"{self.key}={typed}", f"{SEED}={seed}"]
-        [draft] = draft_cells(self.loader, self.config, [[*kept, *side.overrides, *own]], self.total, len(self.cells))
+        [draft] = draft_cells(self.compositions, [[*kept, *side.overrides, *own]], self.total, len(self.cells))
         usual = side.cells[batch].config.train.seed
         values = {**draft.values, self.key: typed} | ({SEED: str(seed)} if seed != usual else {})
         [cell] = settle([replace(draft, values=values)], self.directory)

@@ -64,10 +64,12 @@ class Goal:
 
     within: float  # octaves on each side of the 95% interval
     seeds: int  # the most of a cell
-    rates: Sequence[float] = field(default=())  # the only learning rates; empty: any
+    rates: Mapping[int, Sequence[float]] = field(default_factory=dict)  # batch size -> the only learning rates, if any
+    closed: Collection[int] = ()  # batch sizes at which no run can be made
 
-    def nearest(self, lr: float) -> float:
-        return min(self.rates, key=lambda rate: abs(math.log(rate / lr)), default=lr)
+    def nearest(self, batch: int, lr: float) -> float:
+        """The learning rate nearest to `lr` that may be run."""
+        return min(self.rates.get(batch, ()), key=lambda rate: abs(math.log(rate / lr)), default=lr)
 
 
 class Search:
@@ -81,22 +83,22 @@ class Search:
         self.running = [trial for trial in running if trial.batch == batch]
         self.tried = sorted({*self.losses, *self.diverged, *(trial.lr for trial in self.running)})
 
-    def next_step(self, start: float) -> Step | Stop | None:
+    def bracketing(self) -> Step | None:
+        """A run outside the learning rates tried, if none of them is known to be too high, or too low."""
+        lr = self._outside() if self.tried else None
+        return None if lr is None else Step(Trial(self.batch, lr), "bracket")
+
+    def next_step(self) -> Step | Stop | None:
         """The next run, or why there is none; None if that depends on runs that have not ended.
 
-        `start`: where to begin without any result.
+        There must be a run that has ended, or goes on, and no `bracketing` one.
         """
-        if not self.tried:
-            return Step(Trial(self.batch, self.goal.nearest(start)), "first")
-        if (lr := self._outside()) is not None:
-            return Step(Trial(self.batch, lr), "bracket")
         if len(self.losses) < 2:
             return None if self.running else "exhausted"
         fit = self.curves.fits[self.batch]
         return self._reached(fit) or self._narrowing(fit)
 
     def _outside(self) -> float | None:
-        """A learning rate outside those tried, if none of them is known to be too high, or too low."""
         best = min(self.losses, key=lambda lr: fmean(self.losses[lr]), default=None)
         if best is None and self.diverged:
             return self._beyond(self.tried[0], 1 / OCTAVE)
@@ -108,7 +110,7 @@ class Search:
 
     def _beyond(self, end: float, factor: float) -> float | None:
         """The learning rate `factor` times an end of those tried; None if it may not be run."""
-        lr = self.goal.nearest(end * factor)
+        lr = self.goal.nearest(self.batch, end * factor)
         is_beyond = lr > end * SAME if factor > 1 else lr < end / SAME
         ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
         return lr if is_beyond and ratio <= WIDEST else None
@@ -154,7 +156,7 @@ class Search:
         if limit == math.inf:
             places += [self._beyond(tried[-1], OCTAVE) or 0.0]
         for place in places:
-            lr = self.goal.nearest(place) if place else 0.0
+            lr = self.goal.nearest(self.batch, place) if place else 0.0
             if low / REACH <= lr <= high * REACH and not any(1 / SAME < lr / other < SAME for other in self.tried):
                 yield Trial(self.batch, lr)
         for lr, seeds in self.losses.items():
@@ -190,15 +192,22 @@ def variance_left(fit: BatchFit, running: Sequence[float], candidates: Sequence[
 def next_steps(
     curves: Curves, running: Sequence[Trial], goal: Goal, prior: Mapping[int, float], spread: float
 ) -> dict[int, Step | Stop | None]:
-    """`Search.next_step` of each batch size of `prior`; one without runs begins where the others and `prior` expect.
+    """The next run of each batch size of `prior`; one without runs begins where the others and `prior` expect it.
+
+    While an optimum is to be bracketed, no interval is narrowed, and the other batch sizes have None.
+    Batch sizes that are closed are left out.
 
     `prior`: batch size in tokens -> learning rate; `spread`: its standard deviation in octaves.
     """
-    searches = {batch: Search(curves, batch, running, goal) for batch in prior}
-    start = prior
-    if not all(search.tried for search in searches.values()):
-        start = starts(prior, {batch: found for batch, found in found_optima(curves).items() if batch in prior}, spread)
-    return {batch: search.next_step(start[batch]) for batch, search in searches.items()}
+    searches = {batch: Search(curves, batch, running, goal) for batch in prior if batch not in goal.closed}
+    steps: dict[int, Step | Stop | None] = {batch: search.bracketing() for batch, search in searches.items()}
+    if any(steps.values()):
+        return steps
+    if new := [batch for batch, search in searches.items() if not search.tried]:
+        found = {batch: optimum for batch, optimum in found_optima(curves).items() if batch in prior}
+        start = starts(prior, found, spread)
+        return steps | {batch: Step(Trial(batch, goal.nearest(batch, start[batch])), "first") for batch in new}
+    return {batch: search.next_step() for batch, search in searches.items()}
 
 
 def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
@@ -228,7 +237,7 @@ def next_law_steps(
             after = width({**known, batch: (mean, variance * (step.then / step.now) ** 2)})
             if after > SMALLEST_GAIN * width(known):
                 steps[batch] = "narrow"
-    return {size: steps.get(size, "law") for size in sizes}
+    return steps | {size: "law" for size in sizes if size not in chosen}
 
 
 def most_useful(
