@@ -1,4 +1,4 @@
-"""How much a search may cost: time, tokens or runs."""
+"""The limits of a search: what it may cost (time, tokens or runs), and the range of the values that it tries."""
 
 import re
 from dataclasses import dataclass
@@ -45,3 +45,15 @@ def parse_budget(text: object) -> Budget:
         rule = f"must be {FEWEST_RUNS} runs or more: a lowest point needs three learning rates"
         raise ConfigError(f"budget={shown(text)}: {rule}", "budget-too-small")
     return Budget("runs", amount)
+
+
+def parse_range(text: object) -> tuple[float, float]:
+    """Read a range such as `0.01..1`. Raises `ConfigError`."""
+    first, _, last = str(text).partition("..")
+    try:
+        low, high = float(first), float(last)
+    except ValueError:
+        low = high = 0.0
+    if not 0 < low < high < float("inf"):
+        raise ConfigError(f"range={shown(text)}: must be LOW..HIGH, such as 0.01..1, both above 0", "range-empty")
+    return low, high

@@ -13,27 +13,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import result_deciding
+from gptexp.config.schema import Config, every_key, result_deciding
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, say
 from gptexp.process.words import duration, shown
-from gptexp.reporting.listings.records import AXES, Run, find_runs, lr_scaling, read_run
+from gptexp.reporting.listings.records import (
+    AXES,
+    LR,
+    Run,
+    along,
+    config_along,
+    find_runs,
+    lr_scaling,
+    positive_value,
+    read_run,
+)
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
-from gptexp.reporting.statistics.tuning import Goal, Step, Stop, Trial, most_useful, next_law_steps, next_steps
+from gptexp.reporting.statistics.tuning import (
+    Goal,
+    Step,
+    Stop,
+    Trial,
+    decided_sizes,
+    most_useful,
+    next_law_steps,
+    next_steps,
+)
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog
-from gptexp.sweep.budget import Budget, parse_budget
+from gptexp.sweep.budget import Budget, parse_budget, parse_range
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
 from gptexp.sweep.earlier_law import earlier_law
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
-LR, BATCH, SEED = AXES
+_, BATCH, SEED = AXES
 DIGITS = 3  # significant digits of a new learning rate
 USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
 MOST_SEEDS = 1000
@@ -51,10 +70,13 @@ class Side:
     spent: int = 0  # tokens of the runs that were chosen for it
     prior: dict[int, float] = field(default_factory=dict)  # batch size -> where the best learning rate is expected
 
-    def holds(self, run: Run) -> bool:
-        """Whether a run belongs to it."""
+    low: float = 0.0  # the searched key lies between these two
+    high: float = math.inf
+
+    def holds(self, run: Run, key: str) -> bool:
+        """Whether a run, read `along` the searched `key`, belongs to it."""
         cell = self.cells.get(run.batch)
-        return cell is not None and _compared(run.config) == _compared(result_deciding(cell.config))
+        return cell is not None and _compared(run.config) == _compared(config_along(result_deciding(cell.config), key))
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +96,8 @@ class TuneSweeper(CellSweeper):
         self.key, self.within = options["key"], options["within"]
         self.seeds = whole_number("hydra.sweeper.seeds", options["seeds"], 1, MOST_SEEDS)
         self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
-        self.law, self.earlier = bool(options["law"]), options["prior"]
+        self.law, self.compares, self.earlier = bool(options["law"]), bool(options["compare"]), options["prior"]
+        self.range = None if options["range"] is None else parse_range(options["range"])
         self.source, self.spread = "", COLD  # of the prior: where it comes from, and its standard deviation in octaves
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
@@ -101,9 +124,33 @@ class TuneSweeper(CellSweeper):
                 raise ConfigError(f"{SEED}: {rule}", "seeds-in-search")
             if axis.key != self.key and isinstance(axis.among, Interval):
                 raise ConfigError(f"{axis.key}: each value is an arm; list them: a,b,c", "interval-of-arms")
+        if self.compares and len(self._arms()) < 2:
+            raise ConfigError("compare: needs two arms or more, such as optim=adamw,muon", "compare-one-arm")
+        self._check_key()
         others = [axis for axis in self.space if not (axis.key == self.key and axis.swept)]
         texts = [[axis.override(value) for value in axis.among] for axis in others if isinstance(axis.among, list)]
         return [list(overrides) for overrides in itertools.product(*texts)]
+
+    def _check_key(self) -> None:
+        """Raise `ConfigError` unless the searched key is a number, and it is known where to begin."""
+        field = next((f for key, f, _, _ in every_key() if key == self.key), None)
+        if field is None or float not in (field.type, *get_args(field.type)):
+            rule = "a search is for a key with a number, such as optim.weight_decay"
+            raise ConfigError(f"key={shown(self.key)}: {rule}", "not-searchable")
+        axis = next((axis for axis in self.space if axis.key == self.key), None)
+        if axis is not None and isinstance(axis.among, Interval):
+            self.range = axis.among.low, axis.among.high
+        if self.key != LR and axis is None and self.range is None:
+            rule = f"where does the search begin? Give a value, {self.key}=…, or --range LOW..HIGH"
+            raise ConfigError(f"key={self.key}: {rule}", "prior-missing")
+        if self.earlier is not None and self.key != LR:
+            rule = f"an earlier law is one of {LR}; leave it out"
+            raise ConfigError(f"prior={self.earlier}: {rule}", "prior-of-other-key")
+
+    def _arms(self) -> list[str]:
+        """The swept overrides that tell arms apart."""
+        swept = [axis for axis in self.space if axis.swept and axis.key not in (self.key, BATCH)]
+        return [axis.override(value) for axis in swept if isinstance(axis.among, list) for value in axis.among]
 
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
         return USUAL_RUNS * len(combinations)
@@ -148,7 +195,9 @@ class TuneSweeper(CellSweeper):
             for batch, lr in side.prior.items()
         ]
         budget = None if self.budget is None else str(self.budget)
-        self.log.add("start", within=self.within, budget=budget, law=self.law, prior=prior, spread=self.spread)
+        self.log.add(
+            "start", key=self.key, within=self.within, budget=budget, law=self.law, prior=prior, spread=self.spread
+        )
         for side in self.sides:
             expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.items()))
             of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
@@ -160,8 +209,18 @@ class TuneSweeper(CellSweeper):
             return None
         side, step = choice
         trial = step.trial
-        cell, typed = self._new_cell(side, trial)
-        seed, lr = cell.config.train.seed, scaled_optim(cell.config).lr
+        try:
+            cell, typed = self._new_cell(side, trial)
+        except ConfigError:  # a value that the key's rules refuse, such as a ratio above 1, ends the range
+            usual = side.prior[trial.batch]
+            if trial.lr > usual:
+                side.high = trial.lr / (1 + 10.0**-DIGITS)
+            else:
+                side.low = trial.lr * (1 + 10.0**-DIGITS)
+            if not side.low < usual < side.high:
+                raise
+            return self.choose()
+        seed, lr = cell.config.train.seed, self._value(cell.config)
         self.decided[cell.directory] = side, replace(trial, lr=lr)
         self.cells.append(cell)
         tokens, seconds = cell.config.run_length[1], self._seconds(trial.batch)
@@ -220,15 +279,17 @@ class TuneSweeper(CellSweeper):
     def _choice(self) -> tuple[Side, Step] | None:
         """The next run of the arm that has spent least; None if no further run helps now, or is within the budget."""
         runs, found = self._runs(), []
-        for side in self.sides:
-            curves = Arm({}, set(), [run for run in runs if side.holds(run)]).curves
+        arms = [Arm({}, set(), [run for run in runs if side.holds(run, self.key)]).curves for side in self.sides]
+        decided = decided_sizes(arms) if self.compares else None
+        for side, curves in zip(self.sides, arms, strict=True):
             running = [trial for of, trial in self.decided.values() if of is side]
             closed = [
                 batch
                 for batch in side.cells
                 if (side.overrides, batch) in self.failures or not self._is_affordable(side, batch)
             ]
-            goal = Goal(self.within, self.seeds, dict.fromkeys(side.cells, self._rates), closed)
+            rates = dict.fromkeys(side.cells, self._rates)
+            goal = Goal(self.within, self.seeds, rates, closed, side.low, side.high, decided)
             choose = next_law_steps if self.law else next_steps
             steps = choose(curves, running, goal, side.prior, self.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
@@ -236,7 +297,12 @@ class TuneSweeper(CellSweeper):
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
             if (step := most_useful(steps, costs, tried)) is not None:
                 found.append((side, step))
-        return min(found, key=lambda choice: choice[0].spent, default=None)
+        if self.compares and found and all(step.now is not None for _, step in found):
+            # What counts is the variance of the difference, which is the sum of those of the arms.
+            return max(found, key=lambda choice: (choice[1].now or 0.0) ** 2 - (choice[1].then or 0.0) ** 2)
+        return min(
+            found, key=lambda choice: (choice[1].now is not None and self.compares, choice[0].spent), default=None
+        )
 
     @property
     def _rates(self) -> tuple[float, ...]:
@@ -251,7 +317,7 @@ class TuneSweeper(CellSweeper):
 
         def read(directory: Path) -> Run:
             if directory not in self.known:
-                run = read_run(directory)
+                run = along(read_run(directory), self.key)
                 if run.status not in run_dir.DONE:
                     return run
                 self.known[directory] = run
@@ -260,40 +326,50 @@ class TuneSweeper(CellSweeper):
         return find_runs(self.directory, read)
 
     def _prior(self, side: Side) -> dict[int, float]:
-        """Where the best learning rate of each batch size is expected: by an earlier law, Step Law or the config."""
-        given = {batch: scaled_optim(cell.config).lr for batch, cell in side.cells.items()}
+        """Where the best value is expected at each batch size: by an earlier law, Step Law, the range or the config."""
+        given = {batch: self._value(cell.config) for batch, cell in side.cells.items()}
         config = next(iter(side.cells.values())).config
         if self.earlier is not None:
             law, self.source, self.spread = earlier_law(Path(self.earlier)), f"the law of {self.earlier}", FITTED
             return {batch: law(batch) for batch in given}
         is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
+        self.source = "as given" if is_given else "the config's value"
+        if self.range is not None:
+            low, high = side.low, side.high = self.range
+            if is_given:
+                return given
+            self.source = "the middle of the range"
+            return dict.fromkeys(given, math.sqrt(low * high))
+        if self.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
+            return given
         parameters = 12 * config.model.n_layer * config.model.n_embd**2
         if not is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
             self.source = "Step Law"
             return {batch: step_law(parameters, cell.config.run_length[1], batch) for batch, cell in side.cells.items()}
-        self.source = "as given" if is_given else "the learning rate of the config"
-        if len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
-            return given
         usual = self.config.batch.total_batch_size  # the batch size that belongs to the learning rate of the files
         return {batch: lr * (batch / usual) ** SLOPE for batch, lr in given.items()}
+
+    def _value(self, config: Config) -> float:
+        """The value of the searched key; a learning rate as scaled with the batch size."""
+        return scaled_optim(config).lr if self.key == LR else positive_value(result_deciding(config), self.key)
 
     def _new_cell(self, side: Side, trial: Trial) -> tuple[Cell, str]:
         """The cell of a trial, and its learning rate as typed: an earlier one again, or rounded."""
         config = side.cells[trial.batch].config
-        same = [run for run in self._runs() if side.holds(run) and (run.batch, run.lr) == (trial.batch, trial.lr)]
-        scale = lr_scaling(result_deciding(config), trial.batch)
+        runs = [run for run in self._runs() if side.holds(run, self.key)]
+        same = [run for run in runs if (run.batch, run.lr) == (trial.batch, trial.lr)]
+        scale = lr_scaling(result_deciding(config), trial.batch) if self.key == LR else 1.0
         typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{DIGITS}g}"
-        used = {run.seed for run in same} | {
-            cell.config.train.seed
-            for cell in self.cells
-            if cell.directory in self.decided and self.decided[cell.directory] == (side, replace(trial, repeat=0))
-        }
+        places = {path: (of.overrides, other.batch, other.lr) for path, (of, other) in self.decided.items()}
+        place = side.overrides, trial.batch, trial.lr
+        running = [cell for cell in self.cells if places.get(cell.directory) == place]
+        used = {run.seed for run in same} | {cell.config.train.seed for cell in running}
         seed = next(seed for seed in itertools.count(config.train.seed) if seed not in used)
         return self._cell(side, trial.batch, typed, seed), typed
 
     def _cell(self, side: Side, batch: int, typed: str, seed: int) -> Cell:
         fixed = [axis.override(axis.among[0]) for axis in self.space if not axis.swept and isinstance(axis.among, list)]
-        kept = [text for text in fixed if text.partition("=")[0] not in AXES]
+        kept = [text for text in fixed if text.partition("=")[0] not in (BATCH, SEED, self.key)]
         own = [f"{BATCH}={batch}", f"{self.key}={typed}", f"{SEED}={seed}"]
         [draft] = draft_cells(self.compositions, [[*kept, *side.overrides, *own]], self.total, len(self.cells))
         usual = side.cells[batch].config.train.seed

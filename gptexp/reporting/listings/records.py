@@ -4,11 +4,12 @@ A directory may belong to a run that is training, was killed or is damaged. What
 cannot is named in `Run.problem`.
 """
 
+import math
 import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import ScalingConfig, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
+from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
@@ -28,8 +30,9 @@ from gptexp.storage.missing_steps import described, missing_steps
 from gptexp.storage.reader import open_text, parse_json
 
 POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
+LR = "optim.lr"
 AXES = {  # key -> its field in `Run`, and what people call it
-    "optim.lr": ("lr", "learning rate"),
+    LR: ("lr", "learning rate"),
     "batch.total_batch_size": ("batch", "batch size"),
     "train.seed": ("seed", "seed"),
 }
@@ -178,6 +181,34 @@ def read_run(directory: Path) -> Run:
     return run
 
 
+def along(run: Run, key: str) -> Run:
+    """The run with its value of `key` as its learning rate, which is then a key of arms like any other.
+
+    So an analysis of such runs finds the best value of `key`. Raises `ConfigError` unless that is a number above 0.
+    """
+    if key == LR or not run.config:
+        return run
+    return replace(run, lr=positive_value(run.config, key), config=config_along(run.config, key))
+
+
+def config_along(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The config of `along`."""
+    if key == LR:
+        return {**config}
+    others = {other: value for other, value in config.items() if other != key}
+    return {**others, "peak lr": config[LR], LR: positive_value(config, key)}
+
+
+def positive_value(config: Mapping[str, Any], key: str) -> float:
+    """The value of a key that is searched. Raises `ConfigError` unless it is a number above 0."""
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{key}={shown(value)}: a search needs a key whose value is a number above 0", "not-searchable"
+        )
+    return float(value)
+
+
 def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Run]:
     """The run in `directory`, or else the cells of a sweep or of a folder of runs, sorted by name.
 
@@ -201,8 +232,8 @@ def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
 
 def scaled_keys(runs: Sequence[Run]) -> list[str]:
     """The optimizer's keys whose value in use differs from the config's in any of `runs`."""
-    different = {key: None for run in runs for key in run.optim if run.optim[key] != run.config[f"optim.{key}"]}
-    return list(different)
+    in_use = [(key, value, run.config.get(f"optim.{key}", value)) for run in runs for key, value in run.optim.items()]
+    return list(dict.fromkeys(key for key, value, given in in_use if value != given))
 
 
 def has_diverged(run: Run) -> bool:

@@ -27,6 +27,7 @@ class Decision:
 class SearchHistory:
     """What the commands of a search have decided."""
 
+    key: str  # the number that is searched
     within: float  # octaves on each side at which the newest command stops
     prior: dict[Place, float]  # the learning rates that it expected before any run
     spread: float  # standard deviation of `prior`, in octaves
@@ -77,7 +78,9 @@ def _search(log: SearchLog) -> SearchHistory:
     tokens = sum(int(event["tokens"]) for event in chosen)
     prior = {_place(one): float(one["lr"]) for one in newest["prior"]}
     within, spread = float(newest["within"]), float(newest["spread"])
-    return SearchHistory(within, prior, spread, newest["budget"], decisions, stopped, log.seconds(), tokens)
+    return SearchHistory(
+        str(newest["key"]), within, prior, spread, newest["budget"], decisions, stopped, log.seconds(), tokens
+    )
 
 
 def _place(event: dict[str, Any]) -> Place:

@@ -1,16 +1,17 @@
 """Everything that a report shows of a run or a sweep, as files, on the terminal or as a live page."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted
 from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.charts.vega_lite import Figure
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
-from gptexp.reporting.listings.records import Run, find_runs, read_run
+from gptexp.reporting.listings.records import LR, Run, along, find_runs, read_run
 from gptexp.reporting.listings.search import SearchHistory, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
@@ -20,6 +21,8 @@ from gptexp.reporting.words.proposals import Proposal, proposals
 from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -65,27 +68,44 @@ class Report:
         return [(f"{stopped} {how}", list(map(as_command, self.sweep.commands)))]
 
 
+def about(key: str, part: Part) -> Part:
+    """A part of a report with the name of `key` in place of "learning rate"; see `records.along`."""
+    if key == LR:
+        return part
+    changed: Any = part
+    if isinstance(part, str):
+        changed = part.replace("learning rate", key)
+    elif isinstance(part, list):
+        changed = [about(key, item) for item in part]
+    elif isinstance(part, dict):
+        changed = {name: about(key, item) for name, item in part.items()}
+    elif is_dataclass(part) and not isinstance(part, type):
+        changed = replace(part, **{field.name: about(key, getattr(part, field.name)) for field in fields(part)})
+    return cast(Part, changed)
+
+
 def build_report(
     directory: Path,
-    read: Callable[[Path], Run] = read_run,
+    given: Callable[[Path], Run] = read_run,
     behind_nats: float = BEHIND_NATS,
     within: float | None = None,
 ) -> Report:
-    """The report of the run or the sweep in `directory`; `read` reads a run directory, and may cache runs.
+    """The report of the run or the sweep in `directory`; `given` reads a run directory, and may cache runs.
 
     `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`; None is that of the search, if there was one.
 
     Raises `ConfigError` if `directory` holds neither.
     """
-    read = cache(read)  # progress and results read each run once
+    search = search_of(directory)
+    key = search.key if search is not None else LR
+    read = cache(lambda path: along(given(path), key))  # progress and results read each run once
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
-    search = search_of(directory)
     if within is None:
         within = search.within if search is not None else WITHIN
-    further = proposals(analysis, sweep, within) if sweep is not None else []
+    further = proposals(analysis, sweep, within) if sweep is not None and key == LR else []
     return Report(
         directory,
         analysis,
@@ -94,8 +114,8 @@ def build_report(
         goes_on,
         overview(directory, analysis, cells, sweep, goes_on),
         answers_of(analysis, sweep, further, within, search),
-        verdict(analysis, behind_nats),
+        about(key, verdict(analysis, behind_nats)),
         further,
-        figures(analysis),
+        about(key, figures(analysis)),
         search,
     )

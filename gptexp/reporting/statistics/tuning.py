@@ -20,18 +20,21 @@ import numpy as np
 
 from gptexp.reporting.statistics.curves import CLOSEST, BatchFit, Curves
 from gptexp.reporting.statistics.forms import Array
+from gptexp.reporting.statistics.law import independent_difference
+from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
 from gptexp.reporting.statistics.posterior import NARROWEST, interval
 from gptexp.reporting.statistics.prior import expected_optima, starts
 
 OCTAVE = 2.0
 SAME = 1.02  # learning rates within this ratio are one
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
+EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
 
 Why = Literal["first", "bracket", "narrow", "noise"]
-Stop = Literal["narrow", "flat", "exhausted", "law"]
+Stop = Literal["narrow", "flat", "exhausted", "law", "decided"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Step:
-    """The next run at a batch size. Widths of the 95% interval in octaves; None before a minimum is bracketed."""
+    """The next run at a batch size. Widths of the 95% interval; None before a minimum is bracketed.
+
+    They are in octaves; with `Goal.decided` they are those of the loss at the minimum, in nats.
+    """
 
     trial: Trial
     why: Why
@@ -66,6 +72,9 @@ class Goal:
     seeds: int  # the most of a cell
     rates: Mapping[int, Sequence[float]] = field(default_factory=dict)  # batch size -> the only learning rates, if any
     closed: Collection[int] = ()  # batch sizes at which no run can be made
+    low: float = 0.0  # learning rates lie between these two
+    high: float = math.inf
+    decided: Collection[int] | None = None  # if arms are compared: the batch sizes at which their difference is known
 
     def nearest(self, batch: int, lr: float) -> float:
         """The learning rate nearest to `lr` that may be run."""
@@ -110,7 +119,7 @@ class Search:
 
     def _beyond(self, end: float, factor: float) -> float | None:
         """The learning rate `factor` times an end of those tried; None if it may not be run."""
-        lr = self.goal.nearest(self.batch, end * factor)
+        lr = self.goal.nearest(self.batch, min(max(end * factor, self.goal.low), self.goal.high))
         is_beyond = lr > end * SAME if factor > 1 else lr < end / SAME
         ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
         return lr if is_beyond and ratio <= WIDEST else None
@@ -119,16 +128,19 @@ class Search:
         """Why no further run is needed, if so."""
         if self.goal.seeds > 1 and not self.curves.noise_is_known:
             return None
+        if self.goal.decided is not None:
+            return "decided" if self.batch in self.goal.decided else None
         optimum = self.curves.by_batch[self.batch].optimum
-        if optimum is not None and optimum.is_within(self.goal.within):
+        if optimum is not None and optimum.is_within(EARLY * self.goal.within):
             return "narrow"
         return "flat" if regret(fit) <= FLAT * fit.sigma else None
 
     def _narrowing(self, fit: BatchFit) -> Step | Stop | None:
-        """The run that lowers the variance of the optimum most."""
+        """The run that lowers the variance of the optimum, or of the loss there, most."""
         candidates = list(self._candidates(fit))
-        low, high = interval(fit.octaves)
-        now = max(high - low, NARROWEST)
+        draws, narrowest = (fit.octaves, NARROWEST) if self.goal.decided is None else (fit.best_losses, SMALLEST_SIGMA)
+        low, high = interval(draws)
+        now = max(high - low, narrowest)
         is_first_seed = self.goal.seeds > 1 and not self.curves.noise_is_known
         if is_first_seed:
             if any(trial.repeat for trial in self.running):
@@ -136,10 +148,10 @@ class Search:
             candidates = [trial for trial in candidates if trial.repeat] or candidates
         if not candidates:
             return None if self.running else "exhausted"
-        shares = variance_left(fit, [trial.lr for trial in self.running], [trial.lr for trial in candidates])
+        shares = variance_left(fit, draws, [trial.lr for trial in self.running], [trial.lr for trial in candidates])
         # Of equal ones the first: new learning rates come before seeds.
         best = int(np.argmin(np.round(shares, 3)))
-        then = max(now * math.sqrt(float(shares[best])), NARROWEST)
+        then = max(now * math.sqrt(float(shares[best])), narrowest)
         if is_first_seed:
             return Step(candidates[best], "noise", now, then)
         if then > SMALLEST_GAIN * now:
@@ -171,15 +183,16 @@ def regret(fit: BatchFit) -> float:
     return float(np.mean(fit.posterior.loss(fit.batch, centre)[:, 0] - fit.best_losses))
 
 
-def variance_left(fit: BatchFit, running: Sequence[float], candidates: Sequence[float]) -> Array:
-    """Which share of the variance of the optimum is left after a run at each of the learning rates `candidates`.
+def variance_left(fit: BatchFit, draws: Array, running: Sequence[float], candidates: Sequence[float]) -> Array:
+    """Which share of the variance of `draws` is left after a run at each of the learning rates `candidates`.
 
-    It is relative to the variance that is expected once the runs at `running` have ended.
+    `draws` are those of the optimum, or of the loss there. The share is one of the variance that is expected once the
+    runs at `running` have ended.
     """
     x = np.log2([*running, *candidates])
     losses = fit.posterior.loss(fit.batch, x)
     noise = np.median(fit.posterior.noise(fit.batch, x), axis=0) ** 2
-    joint = np.cov(np.column_stack([fit.octaves, losses]).T)
+    joint = np.cov(np.column_stack([draws, losses]).T)
     joint[np.arange(1, len(joint)), np.arange(1, len(joint))] += noise
     for known in range(1, len(running) + 1):  # condition on each running one
         joint = joint - np.outer(joint[:, known], joint[known]) / joint[known, known]
@@ -208,6 +221,23 @@ def next_steps(
         start = starts(prior, found, spread)
         return steps | {batch: Step(Trial(batch, goal.nearest(batch, start[batch])), "first") for batch in new}
     return {batch: search.next_step() for batch, search in searches.items()}
+
+
+def decided_sizes(arms: Sequence[Curves]) -> set[int]:
+    """The batch sizes at which the losses of arms, each at its own best learning rate, are known to differ, or not.
+
+    They differ if the 95% interval of the difference to the lowest arm does not hold 0. They do not if it lies within
+    one seed's standard deviation of 0.
+    """
+    decided = set()
+    for batch in set.intersection(*({*curves.fits} for curves in arms)):
+        losses = [curves.fits[batch].best_losses for curves in arms]
+        sigma = max(curves.fits[batch].sigma for curves in arms)
+        lowest = min(losses, key=lambda draws: float(np.median(draws)))
+        gaps = [interval(independent_difference(draws, lowest)) for draws in losses if draws is not lowest]
+        if all(not low <= 0 <= high or max(-low, high) <= sigma for low, high in gaps):
+            decided.add(batch)
+    return decided
 
 
 def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
