@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
@@ -36,6 +36,9 @@ from gptexp.sweep.cells import PLUGINS, Cell, Compositions, confounds, decisions
 from gptexp.sweep.launchers import CellLauncher, Process
 from gptexp.sweep.space import Axis, Interval, spaces
 
+if TYPE_CHECKING:
+    from gptexp.reporting.page.report import Report  # imports scipy
+
 POLL_S = 0.05  # s: between two looks at the running cells
 LOOK_S = 1.0  # s: between two looks at the locks of cells that run elsewhere
 ENDED = object()  # what `_advance` gets from a cell that has ended
@@ -56,6 +59,7 @@ class CellSweeper(Sweeper):
         self.looked = 0.0  # s of the monotonic clock: the last look at `elsewhere`
         self.free_gpus: list[str] = []
         self.failed: list[Cell] = []
+        self.report: Report | None = None  # at the end
         self.begun = self.done = self.total = 0  # cells of this command: started, ended, to run
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
@@ -118,7 +122,7 @@ class CellSweeper(Sweeper):
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
             lock.release()  # before the report, which says whether a command still runs it
-            _report(self.directory, cells[0].config.log)
+            self.report = _report(self.directory, cells[0].config.log)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
             total = len(self.cells) + self.to_choose()
@@ -418,13 +422,13 @@ def _outcome(cell: Cell) -> str:
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 
-def _report(directory: Path, log: LogConfig) -> None:
-    """Write the sweep's report, print its answer, and upload it to wandb."""
+def _report(directory: Path, log: LogConfig) -> "Report | None":
+    """Write the sweep's report, print its answer, and upload it to wandb. Returns None if it failed."""
     from gptexp.reporting.page.write import report_or_warning, show  # imports scipy
 
     written = report_or_warning(directory)
     if written is None:
-        return
+        return None
     report, files = written
     if report.answers:
         with redirect_stdout(for_people()):
@@ -434,3 +438,4 @@ def _report(directory: Path, log: LogConfig) -> None:
         from gptexp.loggers.wandb import log_report  # imports torch
 
         log_report(log, directory, directory.name, files)
+    return report

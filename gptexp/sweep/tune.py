@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -19,7 +19,7 @@ from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, every_key, result_deciding
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import emit, say
+from gptexp.process.terminal import as_command, emit, say
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.records import (
     AXES,
@@ -32,6 +32,7 @@ from gptexp.reporting.listings.records import (
     positive_value,
     read_run,
 )
+from gptexp.reporting.page.fitted import settings_given, write_optim
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
 from gptexp.reporting.statistics.tuning import (
@@ -260,8 +261,14 @@ class TuneSweeper(CellSweeper):
     def sweep(self, arguments: list[str]) -> int:
         """Search, and with `json` print the answers."""
         code = super().sweep(arguments)
+        laws = [] if self.report is None or self.key != LR else [arm for arm in self.report.analysis.arms if arm.law]
+        if self.report is not None and len(laws) == 1:
+            file = self.directory / "optim" / "fitted.yaml"
+            write_optim(file, self.report.analysis)
+            command = ["train", "--config-dir", str(self.directory), *settings_given(self.report.sweep), "optim=fitted"]
+            say(f"--- {file} is the law; use it with", f"  {as_command(command)}")
         if self.prints_json:
-            answers = run_dir.read_json(self.directory / "report.json").get("answers", [])
+            answers = [] if self.report is None else [asdict(answer) for answer in self.report.answers]
             tokens = sum(event["tokens"] for event in self.chosen)
             seconds = round(self.log.seconds(), 1)
             emit(json.dumps({"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}))
