@@ -412,9 +412,8 @@ class TuneSweeper(CellSweeper):
         for side in self.sides:
             for batch in sorted(side.cells):
                 step = self.steps.get((side.overrides, batch))
-                unknown = "interrupted" if is_interrupted else "budget"
-                if (side.overrides, batch) in self.failures:
-                    unknown = "failed"
+                has_failed = (side.overrides, batch) in self.failures
+                unknown = "interrupted" if is_interrupted else "failed" if has_failed else "budget"
                 why = step if isinstance(step, str) else unknown
                 reasons.append({"arm": list(side.overrides), "batch": batch, "why": why})
         return reasons
