@@ -1,11 +1,13 @@
 """Where the cells of a sweep run: in processes of this machine, side by side, or on the ranks of torchrun or srun."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
@@ -20,6 +22,7 @@ from gptexp.process.fields import AUTO
 from gptexp.process.signals import start_a_run
 from gptexp.process.words import counted
 from gptexp.run.own_process import resume_command
+from gptexp.run.preloaded import Preloaded
 from gptexp.run.requirements import require_devices
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import PLUGINS, Cell
@@ -51,6 +54,7 @@ class CellLauncher(Launcher):
 
     __module__ = PLUGINS
     where = ""  # where a cell runs, in the line that announces it
+    preloaded: Preloaded | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -97,9 +101,12 @@ class CellLauncher(Launcher):
         environment = {**os.environ, AT_ONCE: str(at_once)}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        command = resume_command(cell.directory)
         with nullcontext() if at_once == 1 else (cell.directory / run_dir.OUTPUT).open("ab") as output:
+            if not gpus and (forked := self.forked(cell.config, command, environment, output)) is not None:
+                return forked
             return subprocess.Popen(
-                resume_command(cell.directory),
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -108,13 +115,27 @@ class CellLauncher(Launcher):
                 preexec_fn=start_a_run,
             )
 
+    def forked(
+        self, config: Config, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | None
+    ) -> Process | None:
+        """Fork a cell from the preloaded process; None if there is none yet, as for the first cell."""
+        if sys.platform != "linux" or config.sweep.cells == 1:  # libraries of macOS do not survive a fork
+            return None
+        if self.preloaded is None or not self.preloaded.is_alive:
+            loggers = ["wandb.sdk.launch"] if config.log.wandb.mode != "disabled" else []
+            self.preloaded = Preloaded(["gptexp.run.rank", *loggers])
+            return None
+        return self.preloaded.fork(command, environment, output.fileno() if output else None, signal.SIGTERM)
+
     def refuse_ranks(self, name: str) -> None:
         """Raise `ConfigError` on a rank of torchrun or srun, for a launcher that starts the ranks itself."""
         if launcher_rank() is not None:
             raise ConfigError(f"hydra/launcher={name}: starts the ranks itself; start it outside of torchrun and srun")
 
     def close(self) -> None:
-        """Release what `check` has opened. No cell runs any more."""
+        """Release what `check` and `start` have opened. No cell runs any more."""
+        if self.preloaded is not None:
+            self.preloaded.close()
 
 
 def refuse_too_large(configs: Sequence[Config], kinds: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -168,6 +169,49 @@ def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
     for directory in stopped:
         assert 3 < steps[directory] < 800
         assert [e["step"] for e in events(directory, "step")] == list(range(800))
+
+
+def preloaded_of(sweep: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The process of a sweep that forks its cells."""
+    return [child for child in psutil.Process(sweep.pid).children() if "gptexp.run.preloaded" in child.cmdline()]
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(sys.platform != "linux", reason="cells are forked on Linux only")
+@pytest.mark.parametrize("victim", ["sweep", "preloaded"])
+def test_after_sigkill_of_a_sweep_or_of_what_forks_its_cells_nothing_is_lost(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, victim: str
+) -> None:
+    """The first cell has a new interpreter, and the others are forked."""
+    options = ["sweep.parallel=2", "sweep.name=s", "train.save_every=0", "train.eval_every=0", "train.max_steps=2,900"]
+    grid = ["-m", *tiny, *BYTES, *options, "train.seed=1,2"]
+    process = start("train", *grid)
+    cells = tmp_path / "outputs" / "s"
+
+    def trains(cell: Path) -> bool:
+        return (cell / "metrics.jsonl").exists() and len(events(cell, "step")) > 3
+
+    wait_for(lambda: sum(map(trains, cells.glob("max_steps=900*"))) == 2, process)
+    [forking] = preloaded_of(process)
+    running = [psutil.Process(pid) for cell in cells.glob("max_steps=900*") for pid in processes_of(cell)]
+    assert [cell.ppid() for cell in running] == [process.pid] * 2
+    if victim == "sweep":
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs([forking, *running], timeout=30)
+        assert not alive
+        states = [summary(cell) for cell in cells.glob("max_steps=900*")]
+        assert [state["status"] for state in states] == ["interrupted"] * 2
+        assert all(3 < state["steps"] < 900 for state in states)
+        done = gptexp("train", *grid)
+        assert done.returncode == 0, done.stderr
+    else:
+        forking.kill()
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert [summary(cell)["status"] for cell in runs(cells)] == ["completed"] * 4
+    for cell in cells.glob("max_steps=900*"):
+        assert [event["step"] for event in events(cell, "step")] == list(range(900))
 
 
 @pytest.mark.slow
