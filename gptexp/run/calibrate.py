@@ -103,14 +103,22 @@ def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int)
 
 def _quick(cfg: Config, total_batch_size: int, micro_batch_size: int) -> Config:
     """The config of a run that is timed and killed, with steps of `total_batch_size` tokens."""
+    cfg = quiet(cfg)
     return replace(
         cfg,
         batch=cfg.batch.of_one_size(total_batch_size, micro_batch_size),
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
         branch_from=None,
+        train=replace(cfg.train, max_steps=10**6),
+    )
+
+
+def quiet(cfg: Config) -> Config:
+    """`cfg` with steps alone: no evaluation, checkpoint or log but metrics.jsonl."""
+    return replace(
+        cfg,
         train=replace(
             cfg.train,
-            max_steps=10**6,
             eval_every=0,
             save_every=0,
             sharpness_every_tokens=0,

@@ -58,13 +58,13 @@ def observe_together(
             )
             ending.callback(_kill, process)
             processes.append(process)
-        while min(len(_steps(directory / run_dir.METRICS)) for _, directory in runs) < steps:
+        while min(len(steps_of(directory / run_dir.METRICS)) for _, directory in runs) < steps:
             for process, (_, directory) in zip(processes, runs, strict=True):
                 if process.poll() is not None:
                     said = _log(directory).read_text().strip()[-2000:]
                     raise UserError(f"the run ended early (exit code {process.returncode}): {said}")
             time.sleep(0.05)
-        events = [_steps(directory / run_dir.METRICS) for _, directory in runs]
+        events = [steps_of(directory / run_dir.METRICS) for _, directory in runs]
     return [Observed(of_run, of_run[0]["time"] - started) for of_run in events]
 
 
@@ -90,7 +90,7 @@ def _kill(run: "subprocess.Popen[bytes]") -> None:
     psutil.wait_procs(ranks)
 
 
-def _steps(metrics: Path) -> list[dict[str, Any]]:
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
     """Return the step events of a metrics file; the text after its last newline is still being written."""
     if not metrics.exists():
         return []

@@ -18,6 +18,7 @@ from conftest import BYTES, events, processes_of, runs, summary, wait_for
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
+from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name
@@ -139,6 +140,86 @@ def test_cells_have_the_same_losses_side_by_side_as_one_by_one(gptexp: Gptexp, t
     assert {(d / "output.log").exists() for d in runs(tmp_path / "outputs" / "p2")} == {True}
     first, *others = [json.loads((d / "effective.json").read_text()) for d in runs(tmp_path / "outputs" / "p2")]
     assert all({**effective, "sources": first["sources"]} == first for effective in others)
+
+
+@pytest.mark.e2e
+def test_threads_are_those_with_which_a_sweep_began(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """A later `sweep.parallel` changes no bit of a loss. Where the threads do not fit the cores, one line says so."""
+    free = [text for text in tiny if not text.startswith("world.threads_per_rank")]
+    found, cores = {}, count_cores()
+    for first, later in ((1, 1), (1, 2), (2, 1)):
+        grid = ["-m", *free, *BYTES, "train.max_steps=20", f"sweep.name=from-{first}-to-{later}"]
+        for parallel, seeds in ((first, "1"), (later, "1,2,3")):
+            done = gptexp("train", *grid, f"sweep.parallel={parallel}", f"train.seed={seeds}", timeout=400)
+            assert done.returncode == 0, done.stderr
+        directories = runs(tmp_path / "outputs" / f"from-{first}-to-{later}")
+        chosen = [json.loads((directory / run_dir.EFFECTIVE).read_text()) for directory in directories]
+        assert [each["threads_per_rank"] for each in chosen] == [max(1, cores // first)] * 3
+        assert [each["runs_at_once"] for each in chosen] == [first] * 3
+        assert ("threads with which the sweep began" in done.stderr) == (first != later and cores > 1)
+        found[first, later] = losses(tmp_path / "outputs" / f"from-{first}-to-{later}")
+    assert found[1, 1] == found[1, 2]
+    assert len(found[1, 1]) == 3
+
+
+needs_cores = pytest.mark.skipif(sys.platform != "linux" or count_cores() < 2, reason="no trial on one core")
+LONG = [
+    *BYTES,
+    "train.max_steps=2000",
+    "train.save_every=0",
+    "train.eval_every=0",
+    "sweep.name=s",
+    "train.seed=1,2,3,4",
+]
+
+
+def of_trial(sweep: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of a sweep that is making its trial: what forks the runs, and two or three runs."""
+    family = psutil.Process(sweep.pid).children()
+    return family if len(family) >= 3 else []
+
+
+@pytest.mark.e2e
+@needs_cores
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_during_the_trial_leaves_no_process_and_no_cell(
+    start: Start, tiny: list[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = start("train", "-m", *tiny, *LONG)
+    wait_for(lambda: of_trial(process), process)
+    family = of_trial(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert not runs(tmp_path / "outputs" / "s")
+
+
+@pytest.mark.e2e
+@needs_cores
+def test_a_trial_is_made_once_and_its_number_is_kept(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    process = start("train", "-m", *tiny, *LONG)
+    assert process.stdout is not None
+    while " times as fast as " not in (line := process.stdout.readline()):
+        assert line, process.communicate()[1]
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: any(cells.glob("*/metrics.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    at_once = json.loads((cells / run_dir.EFFECTIVE).read_text())["runs_at_once"]
+    assert out.count(" begins: ") == at_once
+    planned = gptexp("plan", "-m", *tiny, *LONG, "--json")
+    assert json.loads(planned.stdout)["at_once"] == at_once, planned.stderr
+    again = start("train", "-m", *tiny, *LONG)
+    wait_for(lambda: sum(len(processes_of(cell)) for cell in runs(cells)) == at_once, again)
+    again.send_signal(signal.SIGINT)
+    out, err = again.communicate(timeout=60)
+    assert " times as fast as " not in out
 
 
 @pytest.mark.e2e
