@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from gptexp.config.metrics import Metric
+from gptexp.config.schema import Config
 from gptexp.process.errors import UserError
 from gptexp.process.signals import at_parents_death, ended_in_order
 from gptexp.storage import run_dir
@@ -96,6 +97,29 @@ def steps_of(metrics: Path) -> list[dict[str, Any]]:
         return []
     lines = metrics.read_text().split("\n")[:-1]
     return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def quiet(cfg: Config) -> Config:
+    """`cfg` with steps alone: no evaluation, checkpoint or log but metrics.jsonl."""
+    return replace(
+        cfg,
+        train=replace(
+            cfg.train,
+            eval_every=0,
+            save_every=0,
+            sharpness_every_tokens=0,
+            log_every=1,
+            max_minutes=None,
+            profile=False,
+        ),
+        log=replace(
+            cfg.log,
+            progress="off",
+            mfu_peak="auto",
+            wandb=replace(cfg.log.wandb, mode="disabled"),
+            tensorboard=False,
+        ),
+    )
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, float]:

@@ -128,17 +128,20 @@ class CellLauncher(Launcher):
         output: int | None,
         end: int = signal.SIGTERM,
     ) -> Forked | None:
-        """Fork a run from the preloaded process, which begins with the first call; None until it is ready.
+        """Fork a run from the preloaded process; None until it is ready.
 
         The parameters are those of `Preloaded.fork`. `config` is that of a cell.
         """
         if sys.platform != "linux" or config.sweep.cells == 1:  # libraries of macOS do not survive a fork
             return None
+        return self.preload(config).fork(command, environment, output, end)
+
+    def preload(self, config: Config) -> Preloaded:
+        """Return the preloaded process, a new one if there is none."""
         if self.preloaded is None or not self.preloaded.is_alive:
             loggers = ["wandb.sdk.launch"] if config.log.wandb.mode != "disabled" else []
             self.preloaded = Preloaded(["gptexp.run.rank", *loggers])
-            return None
-        return self.preloaded.fork(command, environment, output, end)
+        return self.preloaded
 
     def try_places(self, configs: Sequence[Config], is_over: Callable[[], bool]) -> Fastest | None:
         """Find out how many of the cells run fastest at once; None if `is_over`, or if that is not known."""
@@ -148,6 +151,7 @@ class CellLauncher(Launcher):
             with directory.with_suffix(".log").open("wb") as output:
                 return self.forked(configs[0], resume_command(directory), environment, output.fileno(), signal.SIGKILL)
 
+        self.preload(configs[0])
         return fastest(configs, fork, is_over)
 
     def refuse_ranks(self, name: str) -> None:

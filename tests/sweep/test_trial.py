@@ -52,7 +52,7 @@ def tried(configs: list[Config], tmp_path: Path) -> Try:
     (tmp_path / "run.py").write_text(RUN)
 
     def make(
-        steps: str, compiled: bool = False, gib: float = 0.1, is_over: Callable[[], bool] = bool
+        steps: str, compiled: bool = False, gib: float = 0.1, is_stopped: Callable[[], bool] = bool
     ) -> Fastest | None:
         processes: list[subprocess.Popen[bytes]] = []
 
@@ -62,7 +62,7 @@ def tried(configs: list[Config], tmp_path: Path) -> Try:
             processes.append(subprocess.Popen(command, preexec_fn=partial(at_parents_death, signal.SIGKILL)))
             return processes[-1]
 
-        found = fastest(configs, fork, is_over)  # type: ignore[arg-type]
+        found = fastest(configs, fork, is_stopped)  # type: ignore[arg-type]
         assert all(process.returncode is not None for process in processes)
         return found
 
@@ -95,11 +95,17 @@ def test_a_trial_takes_no_more_than_its_share_of_the_sweep_and_of_the_memory(
         assert (found.at_once, found.tried) == (1, {})
 
 
+def test_a_number_whose_runs_fail_is_not_chosen(tried: Try) -> None:
+    for steps, at_once in (('{"1": 20, "2": null}', 1), ('{"1": 20, "2": 20, "4": null}', 2)):
+        found = tried(steps)
+        assert found is not None
+        assert found.at_once == at_once
+
+
 def test_without_an_outcome_there_is_no_number(tried: Try) -> None:
     assert tried('{"1": 20, "2": 20}', compiled=True) is None  # compiling takes longer than the trial
     assert tried('{"1": null}') is None
-    assert tried('{"1": 20, "2": null}') is None
-    assert tried('{"1": 20, "2": 20}', is_over=lambda: True) is None
+    assert tried('{"1": 20, "2": 20}', is_stopped=lambda: True) is None
 
 
 @pytest.mark.parametrize(
