@@ -107,7 +107,7 @@ def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None) -> No
         return
     scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples
     tokens = round(sum(planned.run.tokens - planned.run.first_tokens for planned in plans) * scale)
-    side_by_side = ", the start decides how many at once" if at_once is None else ""
+    side_by_side = "; a trial at the start decides how many run at once" if at_once is None else ""
     if at_once is not None and at_once > 1:
         side_by_side = f", {at_once} at once"
     chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
@@ -115,7 +115,7 @@ def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None) -> No
     time = plans[0].time_in_words()
     if times:
         seconds = scale * makespan([each.total_s for each in times], at_once or 1)
-        one_by_one = ", or less if several cells at once are faster" if at_once is None else ""
+        one_by_one = " one after the other" if at_once is None else ""
         more = "" if len(times) == len(plans) else ", plus the cells marked ?"
         assumption = f": {ASSUMPTION}" if plans[0].gpu is not None else ""
         time = f"about {duration(seconds)}{one_by_one}{more}{assumption}{uncounted(plans, scale)}"

@@ -159,6 +159,7 @@ def _resemble(asked: dict[str, Any], outputs: Sequence[int]) -> None:
         os.dup2(descriptor, own)
         os.close(descriptor)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    gc.enable()
     os.environ.clear()
     os.environ.update(asked["environment"])
     _, _, *sys.argv = asked["command"]

@@ -50,6 +50,24 @@ def test_the_number_of_parallel_cells_follows_from_the_gpus(
     assert CellLauncher().places([compose(["model=nano", *overrides])] * 3) == places
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no trial elsewhere")
+def test_on_a_cpu_the_number_is_given_or_saved_or_found_by_a_trial(
+    gptexp: Gptexp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gptexp.sweep.trial.count_cores", lambda: 4)
+    long = ["model=bytes", "train.device=cpu", "train.max_steps=1000"]
+    for overrides, at_once in ((long, None), ([*long, "sweep.parallel=3"], 3), ([*long, "train.max_steps=10"], 1)):
+        given = {text.partition("=")[0]: text for text in overrides}
+        assert CellLauncher().places([compose([*given.values()])] * 3) == Places(at_once)
+    if count_cores() > 1:
+        grid = ["plan", "-m", *long, "train.seed=1,2,3", "sweep.name=s", "--json"]
+        (tmp_path / "outputs" / "s").mkdir(parents=True)
+        for saved, planned in (({}, None), ({"runs_at_once": 2}, 2), ({"threads_per_rank": 2}, 1)):
+            if saved:
+                run_dir.write_json(tmp_path / "outputs" / "s" / run_dir.EFFECTIVE, saved)
+            assert json.loads(gptexp(*grid).stdout)["at_once"] == planned
+
+
 def test_more_parallel_cells_than_the_gpus_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: GPUS)
     cells: list[Config] = [compose(["model=nano", "world.size=2", "sweep.parallel=3"])] * 3
