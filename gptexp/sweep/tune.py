@@ -89,7 +89,7 @@ class TuneSweeper(CellSweeper):
     """Chooses full-length runs one by one until the best learning rate of each batch size is known well enough."""
 
     __module__ = PLUGINS
-    is_search = True
+    learns = is_search = True
 
     def __init__(self, params: Any, **options: Any) -> None:
         """`options`: those of conf/hydra/sweeper/tune.yaml."""

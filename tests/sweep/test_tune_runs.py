@@ -80,7 +80,7 @@ def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(start: Start, tiny: l
     stops = [event for event in read_events(directory) if event["event"] == "stop"]
     assert {one["why"] for one in stops[-1]["stopped"]} == {"interrupted"}
     again = start(*search(tiny, "s"))
-    out, err = again.communicate(timeout=240)
+    _, err = again.communicate(timeout=240)
     assert again.returncode == 0, err
     assert len(chosen(directory)) == len({cell for cell, *_ in chosen(directory)}) == 9
     assert {summary(run)["status"] for run in runs(directory)} == {"completed"}
