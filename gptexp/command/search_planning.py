@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from gptexp.command.planning import Plan, add_times
 from gptexp.command.sweep_planning import makespan, plan_sweep
+from gptexp.config.budget import FEWEST_RUNS
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import confirmed, reserve_stdout_for_result, say, warn
 from gptexp.process.words import counted, duration, titled
-from gptexp.sweep.budget import FEWEST_RUNS
 from gptexp.sweep.cells import draft_cells
 from gptexp.sweep.space import spaces
 from gptexp.sweep.sweepers import CellSweeper

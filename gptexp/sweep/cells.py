@@ -7,6 +7,7 @@ command that fixes a key which was swept before finds the cell with that value.
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -42,6 +43,9 @@ from gptexp.sweep.space import swept_keys, with_arguments
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
 TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "encoding", "separator", "val_path")
 READABLE_CHARS = 80  # largest length of a directory name, without the hash
+SEARCH, OPTION = "hydra/sweeper=tune", "hydra.sweeper."  # the override that `gptexp tune` stands for; of its options
+FLAGS = {"budget": "budget", "within": "within", "prior": "from", "key": "key", "range": "range", "seeds": "seeds"}
+SWITCHES = {"law=true": "law", "compare=true": "compare", "ask=false": "yes", "json=true": "json"}
 
 
 @dataclass(frozen=True)
@@ -288,9 +292,23 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 
 
 def command(config: DictConfig) -> list[str]:
-    """The arguments of gptexp that start or continue the sweep of `config`."""
+    """The arguments of gptexp that start or continue the sweep of `config`; of a search those of `gptexp tune`."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
-    return ["train", "-m", *config_flags(config.hydra), *given, *as_typed(config.hydra.overrides.task)]
+    is_search = SEARCH in given
+    flags = {text: _as_flag(text) if is_search else [] for text in given}
+    begin = ["tune", *itertools.chain(*flags.values())] if is_search else ["train", "-m"]
+    others = [text for text in given if not flags[text] and not (is_search and text == SEARCH)]
+    return [*begin, *config_flags(config.hydra), *others, *as_typed(config.hydra.overrides.task)]
+
+
+def _as_flag(override: str) -> list[str]:
+    """The flag of `gptexp tune` for an override, with its value; empty if there is none."""
+    key, _, value = override.removeprefix(OPTION).partition("=")
+    if not override.startswith(OPTION) or not re.fullmatch(r"[\w./~:+-]+", value):  # quotes and blanks stay as typed
+        return []
+    if switch := SWITCHES.get(f"{key}={value}"):
+        return [f"--{switch}"]
+    return [f"--{FLAGS[key]}", value] if key in FLAGS and not value.startswith("-") else []
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:

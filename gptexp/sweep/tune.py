@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+from gptexp.config.budget import Budget, parse_budget, parse_range
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, every_key, result_deciding
 from gptexp.optim.adamw import AdamWConfig
@@ -32,6 +33,7 @@ from gptexp.reporting.listings.records import (
     positive_value,
     read_run,
 )
+from gptexp.reporting.listings.search import why_in_words
 from gptexp.reporting.page.fitted import settings_given, write_optim
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
@@ -47,7 +49,6 @@ from gptexp.reporting.statistics.tuning import (
 )
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog
-from gptexp.sweep.budget import Budget, parse_budget, parse_range
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
 from gptexp.sweep.earlier_law import earlier_law
 from gptexp.sweep.space import Axis, Interval
@@ -195,10 +196,11 @@ class TuneSweeper(CellSweeper):
             for side in self.sides
             for batch, lr in side.prior.items()
         ]
-        budget = None if self.budget is None else str(self.budget)
+        budget = None if self.budget is None else asdict(self.budget)
         self.log.add(
-            "start", key=self.key, within=self.within, budget=budget, law=self.law, prior=prior, spread=self.spread
-        )
+            "start", key=self.key, within=self.within, budget=budget, law=self.law, compare=self.compares, prior=prior,
+            spread=self.spread,
+        )  # fmt: skip
         for side in self.sides:
             expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.items()))
             of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
@@ -243,12 +245,12 @@ class TuneSweeper(CellSweeper):
         if self.is_over:
             return 0
         runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen]
-        places = [(side.overrides, batch) for side in self.sides for batch in side.cells]
-        open_places = [place for place in places if not isinstance(self.steps.get(place), str)]
-        expected = sum(max(1, USUAL_RUNS - runs.count(place)) for place in open_places)
-        if self.budget is not None and self.budget.unit == "runs":
-            return max(0, min(expected, int(self.budget.amount) - len(self.chosen)))
-        return expected
+        costs: list[float] = []
+        for side, batch in [(arm, batch) for arm in self.sides for batch in arm.cells]:
+            if not isinstance(self.steps.get((side.overrides, batch)), str):
+                costs += [self._cost(side, batch)] * max(1, USUAL_RUNS - runs.count((side.overrides, batch)))
+        left = self._left()
+        return sum(cost <= left for cost in itertools.accumulate(sorted(costs)))
 
     def learn(self, cell: Cell) -> None:
         side, trial = self.decided.pop(cell.directory)
@@ -293,7 +295,7 @@ class TuneSweeper(CellSweeper):
             closed = [
                 batch
                 for batch in side.cells
-                if (side.overrides, batch) in self.failures or not self._is_affordable(side, batch)
+                if (side.overrides, batch) in self.failures or self._cost(side, batch) > self._left()
             ]
             rates = dict.fromkeys(side.cells, self._rates)
             goal = Goal(self.within, self.seeds, rates, closed, side.low, side.high, decided)
@@ -393,18 +395,24 @@ class TuneSweeper(CellSweeper):
             return median(here)
         return self.estimates.get(batch) or (median(seconds for _, seconds in ended) if ended else None)
 
-    def _is_affordable(self, side: Side, batch: int) -> bool:
-        """Whether one more run would end within the budget."""
+    def _cost(self, side: Side, batch: int) -> float:
+        """What one more run costs, in the unit of the budget."""
+        if self.budget is not None and self.budget.unit == "seconds":
+            return MARGIN * (self._seconds(batch) or 0.0)
+        in_tokens = self.budget is not None and self.budget.unit == "tokens"
+        return side.cells[batch].config.run_length[1] if in_tokens else 1
+
+    def _left(self) -> float:
+        """What is left of the budget, in its unit."""
         if self.budget is None:
-            return True
-        if self.budget.unit == "runs":
-            return len(self.chosen) + 1 <= self.budget.amount
-        if self.budget.unit == "tokens":
-            spent = sum(event["tokens"] for event in self.chosen)
-            return bool(spent + side.cells[batch].config.run_length[1] <= self.budget.amount)
+            return math.inf
         kept = min(REPORT_S, REPORT_SHARE * self.budget.amount)
-        spent_s = self.seconds_before + time.monotonic() - self.begun_at
-        return spent_s + MARGIN * (self._seconds(batch) or 0.0) + kept <= self.budget.amount
+        spent: dict[str, float] = {
+            "runs": len(self.chosen),
+            "tokens": sum(event["tokens"] for event in self.chosen),
+            "seconds": self.seconds_before + time.monotonic() - self.begun_at + kept,
+        }
+        return self.budget.amount - spent[self.budget.unit]
 
     def _stopped(self, is_interrupted: bool) -> list[dict[str, Any]]:
         """Why each arm and batch size had no further run."""
@@ -421,12 +429,7 @@ class TuneSweeper(CellSweeper):
 
 def _in_words(step: Step, lr: float, side: Side, seconds: float | None) -> str:
     """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octave, 48 s"."""
-    why = {
-        "first": "the first run there",
-        "bracket": "is it lower there?",
-        "noise": "another seed, to measure the noise",
-        "narrow": "another seed" if step.trial.repeat else "",
-    }[step.why]
+    why = why_in_words(step.why, step.trial.repeat)
     width = ""
     if step.now is not None and step.then is not None:
         width = f"interval {step.now:.2g} -> about {step.then:.2g} octaves"

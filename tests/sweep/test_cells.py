@@ -6,10 +6,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from sweeps import compose_sweep
 
+from gptexp import tune
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.data.characters import CharTokenizer
 from gptexp.process.errors import ConfigError
-from gptexp.sweep.cells import Compositions, cell_name, confounds, fixed_arguments, name_sweep
+from gptexp.sweep.cells import Compositions, cell_name, command, confounds, fixed_arguments, name_sweep
 from gptexp.sweep.space import swept_keys
 
 
@@ -66,6 +67,26 @@ def test_the_overrides_common_to_all_cells_are_kept_for_the_next_command() -> No
     said = fixed_arguments(composed(*swept, *fixed, "sweep.name=s", "hydra/sweeper=random", "hydra.sweeper.n_cells=3"))
     assert said == fixed
     assert fixed_arguments(composed("sweep=lr", "hydra.sweep.dir=x")) == ["sweep=lr", "hydra.sweep.dir=x"]
+
+
+def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"budget": "20m", "within": "0.3", "from": "/a/law.yaml", "key": "optim.beta2", "range": "0.5..0.99",
+              "seeds": "3"}  # fmt: skip
+    flags = [text for flag in tune.FLAGS for text in (f"--{flag}", values[flag])]
+    others = ["optim=adamw,muon", "batch.total_batch_size=1024,2048", "hydra.sweep.dir=x", "hydra.sweeper.law=false"]
+    stood_for: list[list[str]] = []
+    monkeypatch.setattr("gptexp.tune.train.main", stood_for.append)
+    tune.main([*flags, *(f"--{switch}" for switch in tune.SWITCHES if switch != "law"), *others])
+    said = command(composed(*stood_for[0][1:]))
+    assert said[0] == "tune"
+    assert {*flags, "--compare", "--yes", "--json", *others} == {*said[1:]}
+    tune.main(said[1:])
+    assert sorted(stood_for[0]) == sorted(stood_for[1])
+    odd = ["hydra.sweeper.prior='/a b.yaml'", "hydra.sweeper.budget=null", "hydra.sweeper.law=true"]
+    said = command(composed("hydra/sweeper=tune", *odd))
+    tune.main(said[1:])
+    assert sorted(stood_for[2][1:]) == sorted(["hydra/sweeper=tune", *odd])
+    assert command(composed("optim.lr=1,2"))[0] == "train"
 
 
 @pytest.fixture

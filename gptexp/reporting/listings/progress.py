@@ -112,6 +112,12 @@ def ready_in(cells: Sequence[Progress]) -> float | None:
     return max([sum(filter(None, times)) / at_once, *(s or 0.0 for s in times)], default=0.0)
 
 
+def lines_of(cells: Sequence[Progress]) -> list[str]:
+    """For the terminal: a line for each cell, and one for those that are yet to be chosen."""
+    lines = Counter(map(line_of, cells))
+    return [line if count == 1 else f"{line} ({count} cells)" for line, count in lines.items()]
+
+
 def line_of(cell: Progress) -> str:
     """A line for the terminal."""
     loss = f"val loss {cell.loss:.4f}" if cell.loss is not None else ""
