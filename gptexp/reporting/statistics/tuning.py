@@ -27,6 +27,7 @@ from gptexp.reporting.statistics.prior import expected_optima, starts
 
 OCTAVE = 2.0
 SAME = 1.02  # learning rates within this ratio are one
+FEWEST = 3  # learning rates that a lowest point needs
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
@@ -241,8 +242,9 @@ def decided_sizes(arms: Sequence[Curves]) -> set[int]:
 
 
 def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
-    """Batch size -> mean and variance of log2 of the best learning rate, where it is bracketed."""
-    return {batch: (float(draws.mean()), float(draws.var())) for batch, draws in curves.octaves.items()}
+    """Batch size -> mean and variance of log2 of the best learning rate, where three have been run or more."""
+    fits = {batch: fit for batch, fit in curves.fits.items() if len(fit.lrs) >= FEWEST}
+    return {batch: (float(fit.octaves.mean()), float(fit.octaves.var())) for batch, fit in fits.items()}
 
 
 def next_law_steps(
