@@ -133,6 +133,9 @@ class Search:
                 "tokens": tokens // 2,
                 "train/loss": 5.0,
                 "perf/tokens_per_s": 2e3,
+                "perf/step_ms": 1e3,
+                "data/fingerprint": "0",
+                "optim/lr": 0.0,
             },
             {"event": "eval", "time": self.clock.now, "step": 1, "tokens": tokens, "val/loss": loss},
         ]
