@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     """Find the best learning rate of each batch size: runs of full length, chosen one by one from the results so far.
 
     It is `gptexp train -m hydra/sweeper=tune`, and takes the same overrides, such as batch.total_batch_size=1k,4k,16k
-    and arms such as optim=adamw,muon; and --dry-run, which prints the plan.
+    and arms such as optim=adamw,muon.
     """
     given = sys.argv[1:] if argv is None else argv
     if answer_help(given):
@@ -42,10 +42,12 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{flag}", metavar=metavar, help=text)
     for flag, (_, text) in SWITCHES.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, and run nothing")
     args, others = parser.parse_known_args(_joined(given))
     values = vars(args)
     keys = [f"{key}={values[flag].replace(' ', '')}" for flag, (key, _, _) in FLAGS.items() if values[flag]]
     keys += [override for flag, (override, _) in SWITCHES.items() if values[flag]]
+    others += ["--dry-run"] if args.dry_run else []
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
     train.main([*multirun, *others, SWEEPER, *(f"hydra.sweeper.{key}" for key in keys)])
 

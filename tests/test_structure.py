@@ -251,6 +251,7 @@ WITH_TORCH = {
     "command/leader.py",
     "command/planning.py",
     "command/prediction.py",
+    "command/search_planning.py",
     "command/sweep_planning.py",
     "data/agreement.py",
     "data/loader.py",

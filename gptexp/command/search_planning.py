@@ -35,7 +35,7 @@ def confirm_search(sweeper: CellSweeper) -> bool:
         if planned.time is not None:
             sweeper.estimates[planned.run.batch.total_batch_size] = planned.time.total_s
     legal = [draft.config for draft in drafts if draft.config is not None]
-    for line in search_lines(plans, sweeper, sweeper.launcher.places(legal).at_once):
+    for line in search_lines(plans, sweeper, sweeper.find_places(legal).at_once or 1):
         say(line)
     expected_s = _seconds(plans, USUAL_RUNS, 1)
     if sweeper.budget is not None or not sweeper.asks or expected_s is None or expected_s < ASKED_FROM_S:

@@ -61,7 +61,7 @@ def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[CellPlan
 def print_sweep(grid: Grid, request: Request = HERE) -> None:
     """Print the plan of a sweep, like `print_plan` of a run. Raises `ConfigError` for illegal cells, after printing."""
     if not grid.on_gpus:
-        os.environ[AT_ONCE] = str(grid.at_once)  # cells that run at once share the cores
+        os.environ[AT_ONCE] = str(grid.at_once or 1)  # cells that run at once share the cores
     cells = plan_sweep(grid.drafts, request.gpu)
     plans = [cell.plan for cell in cells if cell.plan is not None]
     if request.gpu is not None:
@@ -84,8 +84,11 @@ def print_sweep(grid: Grid, request: Request = HERE) -> None:
     refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
 
 
-def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int) -> None:
-    """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time."""
+def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None) -> None:
+    """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time.
+
+    None: a trial decides when the sweep begins.
+    """
     plans = [cell.plan for cell in cells if cell.plan is not None]
     times = [planned.time for planned in plans if planned.time is not None]
     keys = dict.fromkeys(key for cell in cells for key in cell.values)
@@ -104,15 +107,18 @@ def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int) -> None:
         return
     scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples
     tokens = round(sum(planned.run.tokens - planned.run.first_tokens for planned in plans) * scale)
-    side_by_side = f", {at_once} at once" if at_once > 1 else ""
+    side_by_side = "; a trial at the start decides how many run at once" if at_once is None else ""
+    if at_once is not None and at_once > 1:
+        side_by_side = f", {at_once} at once"
     chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
     print(f"{counted(total, 'cell')}, {tokens:,} tokens in all{side_by_side}{chosen}")
     time = plans[0].time_in_words()
     if times:
-        seconds = scale * makespan([each.total_s for each in times], at_once)
+        seconds = scale * makespan([each.total_s for each in times], at_once or 1)
+        one_by_one = " one after the other" if at_once is None else ""
         more = "" if len(times) == len(plans) else ", plus the cells marked ?"
         assumption = f": {ASSUMPTION}" if plans[0].gpu is not None else ""
-        time = f"about {duration(seconds)}{more}{assumption}{uncounted(plans, scale)}"
+        time = f"about {duration(seconds)}{one_by_one}{more}{assumption}{uncounted(plans, scale)}"
     print("\n".join(titled([("device", plans[0].device_in_words()), ("time", time)])))
 
 

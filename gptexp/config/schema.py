@@ -326,7 +326,7 @@ class SweepConfig:
     name: str | None = directory_name(None)  # directory in outputs/; null: a hash of the config without swept keys
     cells: int = positive(1)  # number of cells, set by multirun; used to estimate whether compilation saves time
     parallel: int | str = count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
-    # as the GPUs allow, one on a CPU
+    # as the GPUs allow, on a CPU the fastest number
 
 
 @dataclass

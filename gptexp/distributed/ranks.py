@@ -141,11 +141,11 @@ def _first_host(node_list: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def cores_per_rank(rank: Rank) -> int:
-    """Number of CPU cores for each rank of this node."""
+def cores_per_rank(rank: Rank, at_once: int) -> int:
+    """Number of CPU cores for each rank of this node, which `at_once` runs share."""
     if rank.by_srun and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
-    return max(1, count_cores() // (rank.local_world_size * runs_at_once()))
+    return max(1, count_cores() // (rank.local_world_size * at_once))
 
 
 def count_cores() -> int:

@@ -1,7 +1,7 @@
 """The values of every `auto` that affects training, as effective.json saves them, and their effect on this process.
 
-A resumed run and every cell of a sweep reuse them. So neither the length of a cell nor other processes on the machine
-change the bits of the result.
+A resumed run and every cell of a sweep reuse them. So neither the length of a cell, nor the number of cells that run at
+once, nor other processes on the machine change the bits of the result.
 """
 
 import math
@@ -66,6 +66,7 @@ class Effective:
     local_world_size: int  # ranks per node, which share its cores
     peak_flops_per_rank: float | None = None  # FLOP/s of matrix products, if measured for log.mfu_peak
     reduce_every: str | None = None  # for world.sharding=full: step or micro_step
+    runs_at_once: int = 1  # runs that shared the cores of a node when the first of these choices were made
 
     @property
     def choices(self) -> dict[str, Choice[Any]]:
@@ -86,6 +87,7 @@ class Effective:
         """The inverse of `to_dict`. Raises `ValueError`, `KeyError` or `TypeError` for wrong keys or types."""
         reasons, sources = values["reasons"], values["sources"]
         known = {f.name: f.type for f in fields(cls)}
+        values = {"runs_at_once": 1, **values}  # files of earlier commits lack it
         if unknown := sorted(values.keys() - known.keys() - {"reasons", "sources"}):
             raise ValueError(f"unknown key '{unknown[0]}'; another version of gptexp may have saved it")
         rebuilt: dict[str, Any] = {}
@@ -95,6 +97,8 @@ class Effective:
                 raise ValueError(f"{key}={shown(value)}: must be step or micro_step")
             if not fits_type(value, get_args(kind)[0] if is_choice else kind):
                 raise ValueError(f"{key}={shown(value)}: wrong type")
+            if key == "runs_at_once" and value < 1:
+                raise ValueError(f"{key}={shown(value)}: must be above 0")
             if is_choice:
                 if sources[key] not in get_args(Source):
                     raise ValueError(

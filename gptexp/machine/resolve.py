@@ -79,15 +79,16 @@ def resolve(
     )
     key, cfg = memory_key(cfg), with_vocab_size(cfg, vocab_size.value)
     before = earlier if earlier is not None and earlier.device == device.type else None
+    at_once = before.runs_at_once if before else runs_at_once()
     same_node = before if before and before.local_world_size == rank.local_world_size else None
-    dtype, precision, compiled = _arithmetic(cfg, device, rank, before)
+    dtype, precision, compiled = _arithmetic(cfg, device, before, rank.world_size * cores_per_rank(rank, at_once))
     same_dtype = before if before and before.dtype.value == dtype.value else None
     same_graph = same_dtype if same_dtype and same_dtype.compile.value == compiled.value else None
     attention, loss = _kernels(cfg, device, same_graph, dtype.value, compiled.value)
     threads = _choose(
         1 if cfg.train.reduction == "tree" else cfg.world.threads_per_rank,
         same_node.threads_per_rank if same_node else None,
-        lambda: (cores_per_rank(rank), "the node's cores divided by its ranks"),
+        lambda: (cores_per_rank(rank, at_once), _sharing(at_once)),
     )
     effective = Effective(
         device=device.type,
@@ -104,6 +105,7 @@ def resolve(
         micro_batch_size=Choice(1, "decided", ""),  # a placeholder: the choice needs the values of the others
         memory_key=key,
         local_world_size=rank.local_world_size,
+        runs_at_once=at_once,
         peak_flops_per_rank=same_node.peak_flops_per_rank if same_node and same_dtype else None,
     )
     same_memory = same_node if same_node and same_node.memory_key == key else None
@@ -112,10 +114,15 @@ def resolve(
     return _with_sizes(cfg, effective, device, rank, saved_size, saved_every)
 
 
+def _sharing(at_once: int) -> str:
+    others = f" and by the {at_once} runs that share them" if at_once > 1 else ""
+    return f"the node's cores divided by its ranks{others}"
+
+
 def _arithmetic(
-    cfg: Config, device: Device, rank: Rank, before: Effective | None
+    cfg: Config, device: Device, before: Effective | None, cores: int
 ) -> tuple[Choice[str], Choice[str], Choice[bool]]:
-    """dtype, matmul_precision and compile."""
+    """dtype, matmul_precision and compile; `cores`: those of all ranks."""
     train = cfg.train
     dtype = _choose(train.dtype, before.dtype if before else None, lambda: _dtype(cfg, device))
     precision = _choose(
@@ -124,7 +131,7 @@ def _arithmetic(
     compiled = _choose(
         {"on": True, "off": False, AUTO: None}[train.compile],
         before.compile if before and before.dtype.value == dtype.value else None,
-        lambda: _compile(cfg, device, rank, dtype.value, precision.value),
+        lambda: _compile(cfg, device, cores, dtype.value, precision.value),
     )
     return dtype, precision, compiled
 
@@ -231,7 +238,7 @@ def _matmul_precision(device: Device) -> tuple[str, str]:
     return "medium", f"oneDNN's float32 kernel is faster on this CPU; relative error {error:.1e}"
 
 
-def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str) -> tuple[bool, str]:
+def _compile(cfg: Config, device: Device, cores: int, dtype: str, precision: str) -> tuple[bool, str]:
     """Whether compilation saves more time than it takes. On a GPU it nearly always does: a step is twice as fast."""
     if device.type not in ("cuda", "cpu"):
         return False, f"torch.compile is incomplete for {device.type}"
@@ -242,18 +249,18 @@ def _compile(cfg: Config, device: Device, rank: Rank, dtype: str, precision: str
     if dtype == "float32" and precision == "highest":
         return False, "float32 products take most of a step, and compilation does not speed them up"
     cells = cfg.sweep.cells
-    saved_s, cost_s = COMPILE_GAIN * eager_s(cfg, rank), COMPILE_S + CACHED_S * (cells - 1)
+    saved_s, cost_s = COMPILE_GAIN * eager_s(cfg, cores), COMPILE_S + CACHED_S * (cells - 1)
     runs = "the whole run" if cells == 1 else f"all {cells} cells"
     saved, cost = duration(saved_s), duration(cost_s)
     return saved_s > cost_s, f"estimate: compilation saves {saved} of {runs} and takes {cost}"
 
 
-def eager_s(cfg: Config, rank: Rank) -> float:
+def eager_s(cfg: Config, cores: int) -> float:
     """Estimated seconds of all cells of the run or sweep, not compiled, on a CPU with fast matrix products."""
     steps, _ = cfg.run_length
     per_token, _ = flops_per_token(cfg.model, cfg.seq_len)
     tokens = cfg.sweep.cells * cfg.batch.step_sizes.tokens_after(steps)
-    return tokens * per_token / (rank.world_size * cores_per_rank(rank) * EAGER_FLOPS)
+    return tokens * per_token / (cores * EAGER_FLOPS)
 
 
 def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:

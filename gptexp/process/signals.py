@@ -40,11 +40,26 @@ def before_training(directory: Path | None) -> str:
     return f"interrupted before the first step{again}"
 
 
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
 def at_parents_death(number: int) -> None:
     """Have Linux send signal `number` to this process when its parent ends for any reason."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number, 0, 0, 0)
+    pr_set_pdeathsig = 1
+    _prctl(pr_set_pdeathsig, number)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Make each descendant of this process whose parent ends meanwhile a child of this process."""
+    pr_set_child_subreaper = 36
+    _prctl(pr_set_child_subreaper, 1)
+    try:
+        yield
+    finally:
+        _prctl(pr_set_child_subreaper, 0)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:

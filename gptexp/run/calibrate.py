@@ -14,7 +14,7 @@ from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.machine.effective import Effective, save_effective
 from gptexp.model.allreduce import Alone
-from gptexp.run.observe import medians, observe, observe_together
+from gptexp.run.observe import medians, observe, observe_together, quiet
 from gptexp.run.own_process import resume_command
 from gptexp.storage import run_dir
 
@@ -103,28 +103,13 @@ def sample_alone(cfg: Config, plan: RunPlan, effective: Effective, at_once: int)
 
 def _quick(cfg: Config, total_batch_size: int, micro_batch_size: int) -> Config:
     """The config of a run that is timed and killed, with steps of `total_batch_size` tokens."""
+    cfg = quiet(cfg)
     return replace(
         cfg,
         batch=cfg.batch.of_one_size(total_batch_size, micro_batch_size),
         schedule=ScheduleConfig(name="constant"),  # the run's own schedule may not fit this length
         branch_from=None,
-        train=replace(
-            cfg.train,
-            max_steps=10**6,
-            eval_every=0,
-            save_every=0,
-            sharpness_every_tokens=0,
-            log_every=1,
-            max_minutes=None,
-            profile=False,
-        ),
-        log=replace(
-            cfg.log,
-            progress="off",
-            mfu_peak="auto",
-            wandb=replace(cfg.log.wandb, mode="disabled"),
-            tensorboard=False,
-        ),
+        train=replace(cfg.train, max_steps=10**6),
     )
 
 

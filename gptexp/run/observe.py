@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from gptexp.config.metrics import Metric
+from gptexp.config.schema import Config
 from gptexp.process.errors import UserError
 from gptexp.process.signals import at_parents_death, ended_in_order
 from gptexp.storage import run_dir
@@ -58,13 +59,13 @@ def observe_together(
             )
             ending.callback(_kill, process)
             processes.append(process)
-        while min(len(_steps(directory / run_dir.METRICS)) for _, directory in runs) < steps:
+        while min(len(steps_of(directory / run_dir.METRICS)) for _, directory in runs) < steps:
             for process, (_, directory) in zip(processes, runs, strict=True):
                 if process.poll() is not None:
                     said = _log(directory).read_text().strip()[-2000:]
                     raise UserError(f"the run ended early (exit code {process.returncode}): {said}")
             time.sleep(0.05)
-        events = [_steps(directory / run_dir.METRICS) for _, directory in runs]
+        events = [steps_of(directory / run_dir.METRICS) for _, directory in runs]
     return [Observed(of_run, of_run[0]["time"] - started) for of_run in events]
 
 
@@ -90,12 +91,35 @@ def _kill(run: "subprocess.Popen[bytes]") -> None:
     psutil.wait_procs(ranks)
 
 
-def _steps(metrics: Path) -> list[dict[str, Any]]:
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
     """Return the step events of a metrics file; the text after its last newline is still being written."""
     if not metrics.exists():
         return []
     lines = metrics.read_text().split("\n")[:-1]
     return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def quiet(cfg: Config) -> Config:
+    """`cfg` with steps alone: no evaluation, checkpoint or log but metrics.jsonl."""
+    return replace(
+        cfg,
+        train=replace(
+            cfg.train,
+            eval_every=0,
+            save_every=0,
+            sharpness_every_tokens=0,
+            log_every=1,
+            max_minutes=None,
+            profile=False,
+        ),
+        log=replace(
+            cfg.log,
+            progress="off",
+            mfu_peak="auto",
+            wandb=replace(cfg.log.wandb, mode="disabled"),
+            tensorboard=False,
+        ),
+    )
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, float]:

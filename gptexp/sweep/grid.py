@@ -31,7 +31,7 @@ class Grid:
 
     drafts: list[Draft]  # the cells; under Optuna, examples that together contain every possible choice
     of: int  # number of cells that will run
-    at_once: int  # number of cells that run side by side
+    at_once: int | None  # number of cells that run side by side; None: a trial decides when the sweep begins
     on_gpus: bool
 
 
@@ -47,7 +47,7 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
     total = sweeper.count(combinations)
     drafts = draft_cells(sweeper.compositions, combinations, total)
     legal = [draft.config for draft in drafts if draft.config is not None]
-    places = sweeper.launcher.places(legal) if legal else Places(1)
+    places = sweeper.find_places(legal) if legal else Places(1)
     return Grid(drafts, total, places.at_once, bool(places.gpus))
 
 

@@ -44,6 +44,7 @@ class SubmititLauncher(CellLauncher):
 
     __module__ = PLUGINS
     where = " as a job"
+    shares_machine = False
 
     def __init__(self, cluster: str, name: str | None = None, **options: Any) -> None:
         self.cluster, self.name = cluster, name

@@ -1,10 +1,13 @@
 """Where the cells of a sweep run: in processes of this machine, side by side, or on the ranks of torchrun or srun."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from hydra.core.utils import JobReturn
@@ -20,9 +23,11 @@ from gptexp.process.fields import AUTO
 from gptexp.process.signals import start_a_run
 from gptexp.process.words import counted
 from gptexp.run.own_process import resume_command
+from gptexp.run.preloaded import Forked, Preloaded
 from gptexp.run.requirements import require_devices
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import PLUGINS, Cell
+from gptexp.sweep.trial import Fastest, fastest, most_at_once
 
 
 class Process(Protocol):
@@ -39,7 +44,7 @@ class Process(Protocol):
 class Places:
     """How many cells fit on the devices."""
 
-    at_once: int
+    at_once: int | None  # None: on a CPU, which decides by a trial
     gpus: list[str] | None = None  # each cell gets one per rank; None: the cells share a CPU, or run elsewhere
 
 
@@ -51,6 +56,8 @@ class CellLauncher(Launcher):
 
     __module__ = PLUGINS
     where = ""  # where a cell runs, in the line that announces it
+    shares_machine = True  # whether cells that run at once share the cores of this machine
+    preloaded: Preloaded | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config = config
@@ -78,7 +85,8 @@ class CellLauncher(Launcher):
         devices = {config.train.device for config in configs}
         gpus = visible_gpus() if devices <= {"auto", "cuda"} and launcher_rank() is None else []
         if not gpus:
-            return Places(parallel if isinstance(parallel, int) else 1)
+            can_try = sys.platform == "linux" and launcher_rank() is None and most_at_once(configs) > 1
+            return Places(parallel if isinstance(parallel, int) else None if can_try else 1)
         fit = max(1, len(gpus) // max(sizes))
         if isinstance(parallel, int) and parallel > fit:
             raise ConfigError(
@@ -97,9 +105,13 @@ class CellLauncher(Launcher):
         environment = {**os.environ, AT_ONCE: str(at_once)}
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        command = resume_command(cell.directory)
         with nullcontext() if at_once == 1 else (cell.directory / run_dir.OUTPUT).open("ab") as output:
+            descriptor = output.fileno() if output else None
+            if not gpus and (forked := self.forked(cell.config, command, environment, descriptor)) is not None:
+                return forked
             return subprocess.Popen(
-                resume_command(cell.directory),
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -108,13 +120,49 @@ class CellLauncher(Launcher):
                 preexec_fn=start_a_run,
             )
 
+    def forked(
+        self,
+        config: Config,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: int | None,
+        end: int = signal.SIGTERM,
+    ) -> Forked | None:
+        """Fork a run from the preloaded process; None until it is ready.
+
+        The parameters are those of `Preloaded.fork`. `config` is that of a cell.
+        """
+        if sys.platform != "linux" or config.sweep.cells == 1:  # libraries of macOS do not survive a fork
+            return None
+        return self.preload(config).fork(command, environment, output, end)
+
+    def preload(self, config: Config) -> Preloaded:
+        """Return the preloaded process, a new one if there is none."""
+        if self.preloaded is None or not self.preloaded.is_alive:
+            loggers = ["wandb.sdk.launch"] if config.log.wandb.mode != "disabled" else []
+            self.preloaded = Preloaded(["gptexp.run.rank", *loggers])
+        return self.preloaded
+
+    def try_places(self, configs: Sequence[Config], is_over: Callable[[], bool]) -> Fastest | None:
+        """Find out how many of the cells run fastest at once; None if `is_over`, or if that is not known."""
+
+        def fork(directory: Path, at_once: int) -> Forked | None:
+            environment = {**os.environ, AT_ONCE: str(at_once)}
+            with directory.with_suffix(".log").open("wb") as output:
+                return self.forked(configs[0], resume_command(directory), environment, output.fileno(), signal.SIGKILL)
+
+        self.preload(configs[0])
+        return fastest(configs, fork, is_over)
+
     def refuse_ranks(self, name: str) -> None:
         """Raise `ConfigError` on a rank of torchrun or srun, for a launcher that starts the ranks itself."""
         if launcher_rank() is not None:
             raise ConfigError(f"hydra/launcher={name}: starts the ranks itself; start it outside of torchrun and srun")
 
     def close(self) -> None:
-        """Release what `check` has opened. No cell runs any more."""
+        """Release what `check` and `start` have opened. No cell runs any more."""
+        if self.preloaded is not None:
+            self.preloaded.close()
 
 
 def refuse_too_large(configs: Sequence[Config], kinds: Iterable[str]) -> None:

@@ -45,6 +45,7 @@ class RayLauncher(CellLauncher):
 
     __module__ = PLUGINS
     where = " on Ray"
+    shares_machine = False
     cluster: RayCluster | None = None
 
     def __init__(self, ray: Any) -> None:

@@ -27,6 +27,7 @@ class OptunaSweeper(CellSweeper):
     """
 
     __module__ = PLUGINS
+    learns = True
 
     def __init__(self, params: Any, n_trials: Any, seed: Any) -> None:
         super().__init__(params)

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job
@@ -22,19 +22,22 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from gptexp.config.fitted import fitted_warnings
-from gptexp.config.schema import LogConfig, memory_key
-from gptexp.distributed.ranks import launcher_rank
+from gptexp.config.schema import Config, LogConfig, memory_key
+from gptexp.distributed.ranks import count_cores, launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.fields import LIMIT, parse_count
 from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
 from gptexp.process.terminal import for_people, leave_terminal, say, terminal_width, warn
-from gptexp.process.words import counted, shown
+from gptexp.process.words import counted, duration, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, Compositions, confounds, decisions, draft_cells, record, settle
-from gptexp.sweep.launchers import CellLauncher, Process
+from gptexp.sweep.launchers import CellLauncher, Places, Process
 from gptexp.sweep.space import Axis, Interval, spaces
+
+if TYPE_CHECKING:
+    from gptexp.reporting.page.report import Report  # imports scipy
 
 POLL_S = 0.05  # s: between two looks at the running cells
 LOOK_S = 1.0  # s: between two looks at the locks of cells that run elsewhere
@@ -46,7 +49,8 @@ class CellSweeper(Sweeper):
 
     config: DictConfig
     launcher: CellLauncher
-    is_search = False  # whether it decides by the results how many cells there are
+    learns = False  # whether it chooses cells by the results of others, and so best one after the other
+    is_search = False  # whether it also decides by the results how many cells there are
 
     def __init__(self, params: Any) -> None:
         self.params = params  # a mapping of keys to values; a grid also takes a list of mappings
@@ -56,6 +60,7 @@ class CellSweeper(Sweeper):
         self.looked = 0.0  # s of the monotonic clock: the last look at `elsewhere`
         self.free_gpus: list[str] = []
         self.failed: list[Cell] = []
+        self.report: Report | None = None  # at the end
         self.begun = self.done = self.total = 0  # cells of this command: started, ended, to run
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
@@ -68,6 +73,11 @@ class CellSweeper(Sweeper):
         )
         self.directory = Path(config.hydra.sweep.dir)
         self.on_ranks = launcher_rank() is not None  # ranks of torchrun or srun train the cells, one after the other
+
+    @property
+    def at_once(self) -> int:
+        """Number of cells that run at once."""
+        return self.places.at_once or 1
 
     # --- which cells: a sweeper overrides these ---
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
@@ -118,7 +128,8 @@ class CellSweeper(Sweeper):
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
             say(*map(_outcome, self.cells))
             lock.release()  # before the report, which says whether a command still runs it
-            _report(self.directory, cells[0].config.log)
+            if any(cell.directory.exists() for cell in self.cells):  # else a signal came before the first
+                self.report = _report(self.directory, cells[0].config.log)
         if signals:
             left = sum(_summary(cell).get("status") not in run_dir.DONE for cell in self.cells) + self.to_choose()
             total = len(self.cells) + self.to_choose()
@@ -134,11 +145,43 @@ class CellSweeper(Sweeper):
         configs = [cell.config for cell in cells]
         require_tasks(configs)
         self.launcher.check(configs)
-        self.places = self.launcher.places(configs)
+        self.places = self.find_places(configs)
         self.free_gpus = list(self.places.gpus or [])
+        self.warn_of_threads(configs)
         doubts = dict.fromkeys(line for config in configs for line in fitted_warnings(config))
         for line in [*confounds(configs), *doubts]:
             warn(f"warning: {line}")
+
+    def find_places(self, configs: Sequence[Config]) -> Places:
+        """The launcher's places. Without `sweep.parallel`, a CPU keeps the number with which the sweep began."""
+        places = self.launcher.places(configs)
+        if places.at_once is None and (self.learns or self.has_begun):
+            return Places(self.began_with("runs_at_once"))
+        return places
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether every `auto` is decided for all cells."""
+        return (self.directory / run_dir.EFFECTIVE).exists()
+
+    def began_with(self, key: str) -> int:
+        """A number of the decisions for all cells. 1 in place of no number: the cells' runs report a damaged file."""
+        number = run_dir.read_json(self.directory / run_dir.EFFECTIVE).get(key)
+        return number if type(number) is int and number > 0 else 1
+
+    def warn_of_threads(self, configs: Sequence[Config]) -> None:
+        """Print a line if `sweep.parallel` differs from that with which the sweep began, so that its threads misfit."""
+        given = any(config.world.threads_per_rank is not None for config in configs)
+        here = self.launcher.shares_machine and not self.on_ranks and not self.places.gpus
+        if not here or given or not self.has_begun or self.at_once == self.began_with("runs_at_once"):
+            return
+        threads = self.at_once * self.began_with("threads_per_rank") * max(config.world.size or 1 for config in configs)
+        if threads != (cores := count_cores()):
+            warn(
+                f"warning: sweep.parallel={self.at_once}: the cells keep the threads with which the sweep began, "
+                f"{counted(threads, 'thread')} on {counted(cores, 'core')}; others change the last digits of losses; "
+                "for those, start another sweep.name"
+            )
 
     def record(self) -> None:
         """Write sweep.json."""
@@ -153,8 +196,10 @@ class CellSweeper(Sweeper):
         running: list[Iterator[None]] = []
         with nullcontext() if self.on_ranks else _added_to(signals):
             try:
+                if self.places.at_once is None:
+                    self.places = Places(self.try_places(signals))
                 while True:
-                    while not signals and len(running) < (self.places.at_once if self.share_decisions() else 1):
+                    while not signals and len(running) < (self.at_once if self.share_decisions() else 1):
                         if (cell := self.next_cell(idle=not running)) is None:
                             break
                         running += _advance([self.execute(cell, signals)])
@@ -167,6 +212,19 @@ class CellSweeper(Sweeper):
                 while running := _advance(running):
                     time.sleep(POLL_S)
                 raise
+
+    def try_places(self, signals: Sequence[int]) -> int:
+        """Decide by a trial how many cells run at once, and what every `auto` of all cells becomes."""
+        configs, begun = [cell.config for cell in self.waiting], time.monotonic()
+        found = self.launcher.try_places(configs, lambda: bool(signals)) if configs else None
+        if found is None:
+            return 1
+        for number, ratio in found.tried.items():
+            took = f"by a trial of {duration(time.monotonic() - begun)}"
+            say(f"--- {number} cells at once train {ratio:.2f} times as fast as {counted(number // 2, 'cell')}, {took}")
+        if not self.share_decisions():  # another command may have begun the sweep meanwhile
+            run_dir.write_json(self.directory / run_dir.EFFECTIVE, found.effective)
+        return self.began_with("runs_at_once")
 
     def next_cell(self, idle: bool) -> Cell | None:
         """Remove and return the first waiting cell for which enough GPUs are free, else None.
@@ -208,7 +266,7 @@ class CellSweeper(Sweeper):
                     if signals:
                         code = 128 + signals[-1]
                     elif not self.on_ranks:
-                        process = process or self.launcher.start(cell, gpus, self.places.at_once)
+                        process = process or self.launcher.start(cell, gpus, self.at_once)
                         code = yield from _wait(process, signals)
                 except InUseError:
                     raise
@@ -288,10 +346,9 @@ class CellSweeper(Sweeper):
 
     def share_decisions(self) -> bool:
         """Copy a cell's resolved `auto` values to the sweep's directory. Returns whether they are there."""
-        shared = self.directory / run_dir.EFFECTIVE
-        if not shared.exists() and (auto_values := decisions(self.directory)):
-            run_dir.write_json(shared, auto_values[0])
-        return shared.exists()
+        if not self.has_begun and (auto_values := decisions(self.directory)):
+            run_dir.write_json(self.directory / run_dir.EFFECTIVE, auto_values[0])
+        return self.has_begun
 
     def take_decisions(self, cell: Cell) -> None:
         """If a cell has no resolved `auto` values, copy those of a cell with equal memory needs, else the sweep's own.
@@ -418,13 +475,13 @@ def _outcome(cell: Cell) -> str:
     return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
 
 
-def _report(directory: Path, log: LogConfig) -> None:
-    """Write the sweep's report, print its answer, and upload it to wandb."""
+def _report(directory: Path, log: LogConfig) -> "Report | None":
+    """Write the sweep's report, print its answer, and upload it to wandb. Returns None if it failed."""
     from gptexp.reporting.page.write import report_or_warning, show  # imports scipy
 
     written = report_or_warning(directory)
     if written is None:
-        return
+        return None
     report, files = written
     if report.answers:
         with redirect_stdout(for_people()):
@@ -434,3 +491,4 @@ def _report(directory: Path, log: LogConfig) -> None:
         from gptexp.loggers.wandb import log_report  # imports torch
 
         log_report(log, directory, directory.name, files)
+    return report

@@ -20,7 +20,7 @@ from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, every_key, result_deciding
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import emit, say
+from gptexp.process.terminal import as_command, emit, say
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.records import (
     AXES,
@@ -34,6 +34,7 @@ from gptexp.reporting.listings.records import (
     read_run,
 )
 from gptexp.reporting.listings.search import why_in_words
+from gptexp.reporting.page.fitted import settings_given, write_optim
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
 from gptexp.reporting.statistics.tuning import (
@@ -89,7 +90,7 @@ class TuneSweeper(CellSweeper):
     """Chooses full-length runs one by one until the best learning rate of each batch size is known well enough."""
 
     __module__ = PLUGINS
-    is_search = True
+    learns = is_search = True
 
     def __init__(self, params: Any, **options: Any) -> None:
         """`options`: those of conf/hydra/sweeper/tune.yaml."""
@@ -264,8 +265,14 @@ class TuneSweeper(CellSweeper):
     def sweep(self, arguments: list[str]) -> int:
         """Search, and with `json` print the answers."""
         code = super().sweep(arguments)
+        laws = [] if self.report is None or self.key != LR else [arm for arm in self.report.analysis.arms if arm.law]
+        if self.report is not None and len(laws) == 1:
+            file = self.directory / "optim" / "fitted.yaml"
+            write_optim(file, self.report.analysis)
+            command = ["train", "--config-dir", str(self.directory), *settings_given(self.report.sweep), "optim=fitted"]
+            say(f"--- {file} is the law; use it with", f"  {as_command(command)}")
         if self.prints_json:
-            answers = run_dir.read_json(self.directory / "report.json").get("answers", [])
+            answers = [] if self.report is None else [asdict(answer) for answer in self.report.answers]
             tokens = sum(event["tokens"] for event in self.chosen)
             seconds = round(self.log.seconds(), 1)
             emit(json.dumps({"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}))
@@ -415,9 +422,8 @@ class TuneSweeper(CellSweeper):
         for side in self.sides:
             for batch in sorted(side.cells):
                 step = self.steps.get((side.overrides, batch))
-                unknown = "interrupted" if is_interrupted else "budget"
-                if (side.overrides, batch) in self.failures:
-                    unknown = "failed"
+                has_failed = (side.overrides, batch) in self.failures
+                unknown = "interrupted" if is_interrupted else "failed" if has_failed else "budget"
                 why = step if isinstance(step, str) else unknown
                 reasons.append({"arm": list(side.overrides), "batch": batch, "why": why})
         return reasons

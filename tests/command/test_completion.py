@@ -94,7 +94,7 @@ def test_every_verb_is_offered_and_completes_without_importing_torch(light_serve
         env = {**light_server.env, "COMP_LINE": f"gptexp {verb} "}
         done = light_server.ask(["-sc", "query=bash"], tmp_path, env)
         assert (done["code"], done["stderr"], done["torch"]) == (0, "", False), verb
-        assert (" model= " in done["stdout"]) == (verb in ("train", "plan", "prepare", "coordcheck")), verb
+        assert (" model= " in done["stdout"]) == (verb in ("train", "tune", "plan", "prepare", "coordcheck")), verb
 
 
 @pytest.mark.parametrize(

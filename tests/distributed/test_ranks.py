@@ -102,15 +102,15 @@ def test_a_slurm_task_uses_the_cores_that_slurm_assigned(monkeypatch: pytest.Mon
     set_environment(monkeypatch, STEP)
     rank = launcher_rank()
     assert rank is not None
-    assert cores_per_rank(rank) == 5
+    assert cores_per_rank(rank, 1) == 5
 
 
 def test_ranks_of_torchrun_in_a_slurm_job_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of torchrun inherit SLURM's variables from the sbatch script or task that starts it."""
     set_environment(monkeypatch, {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", **TORCHRUN})
     assert launcher_rank() == Rank(0, 2, 0, 1)
-    assert cores_per_rank(Rank(0, 2, 0, 1)) == CORES
-    assert cores_per_rank(Rank(0, 2 * CORES, 0, 2 * CORES)) == 1
+    assert cores_per_rank(Rank(0, 2, 0, 1), 1) == CORES
+    assert cores_per_rank(Rank(0, 2 * CORES, 0, 2 * CORES), 1) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How each `auto` is resolved: from the config, then from an earlier decision, then from this machine."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.schema import Config
-from gptexp.distributed.ranks import Rank
+from gptexp.distributed.ranks import AT_ONCE, Rank
 from gptexp.machine import resolve as module
 from gptexp.machine.device import Device
 from gptexp.machine.effective import Choice, Effective, apply, load_effective, save_effective
@@ -174,6 +175,22 @@ def test_an_earlier_decision_is_kept_at_every_later_start() -> None:
 def test_threads_are_decided_again_for_another_number_of_ranks_per_node() -> None:
     two = resolve(Config(), CPU, Rank(0, 2, 0, 2), decided(loss="plain", threads_per_rank=17))
     assert (two.loss.value, two.threads_per_rank.value != 17) == ("plain", True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_threads_do_not_depend_on_the_runs_that_share_the_machine_later(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the first start, also for another number of ranks per node, which it has not decided."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    found = {}
+    for first, later in ((1, 1), (1, 4), (4, 4), (4, 1), (4, 16)):
+        monkeypatch.setenv(AT_ONCE, str(first))
+        earlier = resolve(Config(), CPU, Rank())
+        monkeypatch.setenv(AT_ONCE, str(later))
+        effective = resolve(Config(), CPU, Rank(0, ranks, 0, ranks), earlier)
+        found[first, later] = (effective.threads_per_rank.value, effective.runs_at_once)
+    assert found == {(first, later): (16 // (first * ranks), first) for first, later in found}
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_saved_choices_with_a_wrong_missing_or_unknown_key_are_refused_in_one_li
     wrong = [{**choices, "sources": dict.fromkeys(choices["sources"], "guessed")}]
     for key in [*choices, "new"]:
         wrong += [{**choices, key: value} for value in values if type(value) is not type(choices.get(key))]
-        if key != "new":
+        if key not in ("new", "runs_at_once"):  # earlier commits did not save it
             wrong.append({k: v for k, v in choices.items() if k != key})
     assert len(wrong) > 90
     for saved in wrong:

@@ -180,8 +180,7 @@ def test_a_cells_process_sees_its_own_gpus_only(tmp_path: Path, monkeypatch: pyt
 def test_cells_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     for at_once, local, threads in ((1, 1, 16), (4, 1, 4), (4, 2, 2), (32, 1, 1)):
-        monkeypatch.setenv("GPTEXP_AT_ONCE", str(at_once))
-        assert cores_per_rank(Rank(0, local, 0, local)) == threads
+        assert cores_per_rank(Rank(0, local, 0, local), at_once) == threads
 
 
 def test_a_cell_that_another_command_runs_is_waited_for_while_others_run(

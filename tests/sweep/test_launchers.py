@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from conftest import BYTES, events, processes_of, runs, summary, wait_for
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
+from gptexp.distributed.ranks import count_cores
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name
@@ -46,6 +48,24 @@ def test_the_number_of_parallel_cells_follows_from_the_gpus(
 ) -> None:
     monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: gpus)
     assert CellLauncher().places([compose(["model=nano", *overrides])] * 3) == places
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no trial elsewhere")
+def test_on_a_cpu_the_number_is_given_or_saved_or_found_by_a_trial(
+    gptexp: Gptexp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gptexp.sweep.trial.count_cores", lambda: 4)
+    long = ["model=bytes", "train.device=cpu", "train.max_steps=1000"]
+    for overrides, at_once in ((long, None), ([*long, "sweep.parallel=3"], 3), ([*long, "train.max_steps=10"], 1)):
+        given = {text.partition("=")[0]: text for text in overrides}
+        assert CellLauncher().places([compose([*given.values()])] * 3) == Places(at_once)
+    if count_cores() > 1:
+        grid = ["plan", "-m", *long, "train.seed=1,2,3", "sweep.name=s", "--json"]
+        (tmp_path / "outputs" / "s").mkdir(parents=True)
+        for saved, planned in (({}, None), ({"runs_at_once": 2}, 2), ({"threads_per_rank": 2}, 1)):
+            if saved:
+                run_dir.write_json(tmp_path / "outputs" / "s" / run_dir.EFFECTIVE, saved)
+            assert json.loads(gptexp(*grid).stdout)["at_once"] == planned
 
 
 def test_more_parallel_cells_than_the_gpus_allow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +161,86 @@ def test_cells_have_the_same_losses_side_by_side_as_one_by_one(gptexp: Gptexp, t
 
 
 @pytest.mark.e2e
+def test_threads_are_those_with_which_a_sweep_began(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """A later `sweep.parallel` changes no bit of a loss. Where the threads do not fit the cores, one line says so."""
+    free = [text for text in tiny if not text.startswith("world.threads_per_rank")]
+    found, cores = {}, count_cores()
+    for first, later in ((1, 1), (1, 2), (2, 1)):
+        grid = ["-m", *free, *BYTES, "train.max_steps=20", f"sweep.name=from-{first}-to-{later}"]
+        for parallel, seeds in ((first, "1"), (later, "1,2,3")):
+            done = gptexp("train", *grid, f"sweep.parallel={parallel}", f"train.seed={seeds}", timeout=400)
+            assert done.returncode == 0, done.stderr
+        directories = runs(tmp_path / "outputs" / f"from-{first}-to-{later}")
+        chosen = [json.loads((directory / run_dir.EFFECTIVE).read_text()) for directory in directories]
+        assert [each["threads_per_rank"] for each in chosen] == [max(1, cores // first)] * 3
+        assert [each["runs_at_once"] for each in chosen] == [first] * 3
+        assert ("threads with which the sweep began" in done.stderr) == (first != later and cores > 1)
+        found[first, later] = losses(tmp_path / "outputs" / f"from-{first}-to-{later}")
+    assert found[1, 1] == found[1, 2]
+    assert len(found[1, 1]) == 3
+
+
+needs_cores = pytest.mark.skipif(sys.platform != "linux" or count_cores() < 2, reason="no trial on one core")
+LONG = [
+    *BYTES,
+    "train.max_steps=2000",
+    "train.save_every=0",
+    "train.eval_every=0",
+    "sweep.name=s",
+    "train.seed=1,2,3,4",
+]
+
+
+def of_trial(sweep: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of a sweep that is making its trial: what forks the runs, and two or three runs."""
+    family = psutil.Process(sweep.pid).children()
+    return family if len(family) >= 3 else []
+
+
+@pytest.mark.e2e
+@needs_cores
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_signal_during_the_trial_leaves_no_process_and_no_cell(
+    start: Start, tiny: list[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = start("train", "-m", *tiny, *LONG)
+    wait_for(lambda: of_trial(process), process)
+    family = of_trial(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert not runs(tmp_path / "outputs" / "s")
+
+
+@pytest.mark.e2e
+@needs_cores
+def test_a_trial_is_made_once_and_its_number_is_kept(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    process = start("train", "-m", *tiny, *LONG)
+    assert process.stdout is not None
+    while " times as fast as " not in (line := process.stdout.readline()):
+        assert line, process.communicate()[1]
+    cells = tmp_path / "outputs" / "s"
+    wait_for(lambda: any(cells.glob("*/metrics.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    at_once = json.loads((cells / run_dir.EFFECTIVE).read_text())["runs_at_once"]
+    assert out.count(" begins: ") == at_once
+    planned = gptexp("plan", "-m", *tiny, *LONG, "--json")
+    assert json.loads(planned.stdout)["at_once"] == at_once, planned.stderr
+    again = start("train", "-m", *tiny, *LONG)
+    wait_for(lambda: sum(len(processes_of(cell)) for cell in runs(cells)) == at_once, again)
+    again.send_signal(signal.SIGINT)
+    out, err = again.communicate(timeout=60)
+    assert " times as fast as " not in out
+
+
+@pytest.mark.e2e
 def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -168,6 +268,49 @@ def test_a_signal_stops_every_cell_and_the_same_command_continues_them(
     for directory in stopped:
         assert 3 < steps[directory] < 800
         assert [e["step"] for e in events(directory, "step")] == list(range(800))
+
+
+def preloaded_of(sweep: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The process of a sweep that forks its cells."""
+    return [child for child in psutil.Process(sweep.pid).children() if "gptexp.run.preloaded" in child.cmdline()]
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(sys.platform != "linux", reason="cells are forked on Linux only")
+@pytest.mark.parametrize("victim", ["sweep", "preloaded"])
+def test_after_sigkill_of_a_sweep_or_of_what_forks_its_cells_nothing_is_lost(
+    start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, victim: str
+) -> None:
+    """The first cell has a new interpreter, and the others are forked."""
+    options = ["sweep.parallel=2", "sweep.name=s", "train.save_every=0", "train.eval_every=0", "train.max_steps=2,900"]
+    grid = ["-m", *tiny, *BYTES, *options, "train.seed=1,2"]
+    process = start("train", *grid)
+    cells = tmp_path / "outputs" / "s"
+
+    def trains(cell: Path) -> bool:
+        return (cell / "metrics.jsonl").exists() and len(events(cell, "step")) > 3
+
+    wait_for(lambda: sum(map(trains, cells.glob("max_steps=900*"))) == 2, process)
+    [forking] = preloaded_of(process)
+    running = [psutil.Process(pid) for cell in cells.glob("max_steps=900*") for pid in processes_of(cell)]
+    assert [cell.ppid() for cell in running] == [process.pid] * 2
+    if victim == "sweep":
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs([forking, *running], timeout=30)
+        assert not alive
+        states = [summary(cell) for cell in cells.glob("max_steps=900*")]
+        assert [state["status"] for state in states] == ["interrupted"] * 2
+        assert all(3 < state["steps"] < 900 for state in states)
+        done = gptexp("train", *grid)
+        assert done.returncode == 0, done.stderr
+    else:
+        forking.kill()
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert [summary(cell)["status"] for cell in runs(cells)] == ["completed"] * 4
+    for cell in cells.glob("max_steps=900*"):
+        assert [event["step"] for event in events(cell, "step")] == list(range(900))
 
 
 @pytest.mark.slow

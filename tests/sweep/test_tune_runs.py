@@ -1,0 +1,117 @@
+"""`gptexp tune` with real runs: killed again and again, stopped by Ctrl-C, on SLURM and on Ray."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from conftest import BYTES, runs, summary, wait_for
+from sweeps import wait_until_free
+from test_jobs import SLURM, needs_submitit
+from test_ray import ON_RAY, needs_ray
+
+from gptexp.storage.search_log import read_events
+
+if TYPE_CHECKING:
+    from ray_nodes import Nodes
+    from slurm_cluster import Cluster
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+LENGTH = ["train.max_steps=null", "train.max_tokens=8192", "train.eval_every=0", "train.save_every=0"]
+SIZES = ["batch.total_batch_size=128,256", "optim.lr=1e-2", "--budget", "9", "runs"]
+
+
+def search(tiny: list[str], name: str, *more: str) -> list[str]:
+    return ["tune", *tiny, *BYTES, *LENGTH, *SIZES, f"sweep.name={name}", "sweep.parallel=1", *more]
+
+
+def chosen(directory: Path) -> list[tuple[Any, ...]]:
+    events = [event for event in read_events(directory) if event["event"] == "choose"]
+    return [(event["cell"], event["why"], event["octaves"], event["expected_octaves"]) for event in events]
+
+
+def answers(directory: Path) -> list[dict[str, Any]]:
+    found = json.loads((directory / "report.json").read_text())["answers"]
+    return [{key: value for key, value in answer.items() if key != "wanted"} for answer in found]
+
+
+@pytest.mark.e2e
+def test_a_search_that_is_killed_five_times_has_the_choices_and_answers_of_a_whole_one(
+    gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "outputs/whole", tmp_path / "outputs/killed"
+    done = gptexp(*search(tiny, "whole", "--json"), timeout=400)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)  # nothing else is on stdout
+    assert (result["runs"], result["tokens"], result["answers"]) == (
+        9,
+        9 * 8192,
+        json.loads((whole / "report.json").read_text())["answers"],
+    )
+    for completed in (0, 1, 2, 4, 6):
+        process = start(*search(tiny, "killed"))
+        wait_for(lambda n=completed: len(begun(killed)) > n, process)  # type: ignore[misc]
+        process.kill()
+        process.communicate()
+        wait_until_free(begun(killed))
+    done = gptexp(*search(tiny, "killed"), timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert chosen(killed) == chosen(whole)
+    assert answers(killed) == answers(whole)
+
+
+def begun(directory: Path) -> list[Path]:
+    return runs(directory) if directory.exists() else []
+
+
+@pytest.mark.e2e
+def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "outputs/s"
+    process = start(*search(tiny, "s"))
+    wait_for(lambda: len(begun(directory)) > 1, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    stops = [event for event in read_events(directory) if event["event"] == "stop"]
+    assert {one["why"] for one in stops[-1]["stopped"]} == {"interrupted"}
+    again = start(*search(tiny, "s"))
+    _, err = again.communicate(timeout=240)
+    assert again.returncode == 0, err
+    assert len(chosen(directory)) == len({cell for cell, *_ in chosen(directory)}) == 9
+    assert {summary(run)["status"] for run in runs(directory)} == {"completed"}
+
+
+@pytest.mark.slow
+@needs_submitit
+def test_a_search_on_slurm_has_the_choices_and_answers_of_this_machine(
+    slurm: "Cluster", gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    for name, launcher in (("here", []), ("there", [SLURM, "hydra.launcher.nodes=2"])):
+        done = gptexp(*search(tiny, name, "world.size=2", *launcher), timeout=900)
+        assert done.returncode == 0, done.stderr
+    here, there = tmp_path / "outputs/here", tmp_path / "outputs/there"
+    assert chosen(there) == chosen(here)
+    assert answers(there) == answers(here)
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_search_on_ray_that_loses_a_node_has_the_choices_and_answers_of_this_machine(
+    ray_nodes: "Nodes", start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    other, there = ray_nodes.add(), tmp_path / "outputs/there"
+    process = start(*search(tiny, "there", "world.size=2", ON_RAY))
+    wait_for(lambda: len(begun(there)) > 1, process, 240)
+    ray_nodes.kill(other)
+    ray_nodes.add()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    done = gptexp(*search(tiny, "here", "world.size=2"), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert chosen(there) == chosen(tmp_path / "outputs/here")
+    assert answers(there) == answers(tmp_path / "outputs/here")
