@@ -21,9 +21,10 @@ def narrowing_chart(arm: Arm, search: SearchHistory) -> Figure | None:
     if not points:
         return None
     without = [f"{batch:,}" for batch in batches if f"{batch:,}" not in {point["size"] for point in points}]
-    whole = {"scale": {"nice": False, "zero": False, "padding": 12}, "axis": {"tickMinStep": 1, "format": "d"}}
+    numbers = sorted({point["number"] for point in points})
+    whole = {"scale": {"nice": False, "zero": False, "padding": 12}, "axis": {"values": numbers, "labelOverlap": True}}
     what = "loss at the best learning rate" if search.compares else "best learning rate"
-    y = vl.log("width", f"width of the 95% interval, {search.unit}")
+    y = vl.log("width", f"width of the 95% interval, {search.unit}", form=".2~g")
     encoding = {
         "x": vl.quantitative("number", "runs of the search so far", **whole),
         "y": y,
