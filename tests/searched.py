@@ -126,8 +126,18 @@ class Search:
         facts = {"tokens": tokens, "wall_s": self.surface.seconds, "parameters": 10**5, "data_hash": "0"}
         run_dir.write_json(directory / run_dir.SUMMARY, {"status": status, "final_val_loss": loss, **facts})
         lines = [
-            {"event": "step", "step": 0, "tokens": tokens // 2, "train/loss": 5.0, "perf/tokens_per_s": 2e3},
-            {"event": "eval", "step": 1, "tokens": tokens, "val/loss": loss},
+            {
+                "event": "step",
+                "time": self.clock.now,
+                "step": 0,
+                "tokens": tokens // 2,
+                "train/loss": 5.0,
+                "perf/tokens_per_s": 2e3,
+                "perf/step_ms": 1e3,
+                "data/fingerprint": "0",
+                "optim/lr": 0.0,
+            },
+            {"event": "eval", "time": self.clock.now, "step": 1, "tokens": tokens, "val/loss": loss},
         ]
         (directory / run_dir.METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         os.utime(directory / run_dir.METRICS, (self.clock.now, self.clock.now))

@@ -1,5 +1,6 @@
 """The limits of a search: what it may cost (time, tokens or runs), and the range of the values that it tries."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,13 @@ def parse_budget(text: object) -> Budget:
         rule = f"must be {FEWEST_RUNS} runs or more: a lowest point needs three learning rates"
         raise ConfigError(f"budget={shown(text)}: {rule}", "budget-too-small")
     return Budget("runs", amount)
+
+
+def as_typed_budget(unit: str, amount: float) -> str:
+    """A budget of `amount` or a little more, as `parse_budget` reads it. `unit`: that of a `Budget`."""
+    if unit == "seconds":
+        return f"{math.ceil(amount)}s" if amount < 2 * SECONDS["m"] else f"{math.ceil(amount / SECONDS['m'])}m"
+    return f"{math.ceil(amount)}" if unit == "tokens" else f"{math.ceil(amount)}runs"
 
 
 def parse_range(text: object) -> tuple[float, float]:

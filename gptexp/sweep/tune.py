@@ -250,6 +250,8 @@ class TuneSweeper(CellSweeper):
             if not isinstance(self.steps.get((side.overrides, batch)), str):
                 costs += [self._cost(side, batch)] * max(1, USUAL_RUNS - runs.count((side.overrides, batch)))
         left = self._left()
+        if self.budget is not None and self.budget.unit == "seconds":  # those that run have not spent theirs yet
+            left -= sum(self._cost(side, trial.batch) for side, trial in self.decided.values())
         return sum(cost <= left for cost in itertools.accumulate(sorted(costs)))
 
     def learn(self, cell: Cell) -> None:

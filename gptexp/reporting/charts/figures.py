@@ -20,8 +20,10 @@ from gptexp.reporting.charts.batch_charts import (
     throughput_chart,
 )
 from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.charts.search_chart import narrowing_chart
 from gptexp.reporting.charts.vega_lite import Figure, Spec, caption, figure, tooltip
 from gptexp.reporting.listings.records import Run
+from gptexp.reporting.listings.search import SearchHistory
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import CENTRAL
 
@@ -31,18 +33,22 @@ MOST_COLUMNS_ON_A_PHONE = 7
 ROW_HEIGHT = 28  # pixels, for each row of a heat map on a phone
 
 
-def figures(analysis: Analysis) -> list[Figure]:
-    """All figures that the runs have values for: first those that compare arms, then those of each arm."""
+def figures(analysis: Analysis, search: SearchHistory | None = None) -> list[Figure]:
+    """All figures that the runs have values for: first those that compare arms, then those of each arm.
+
+    `search`: of the runs, if one has chosen them.
+    """
     charts = list(arm_charts(analysis.arms))
     for index, arm in enumerate(analysis.arms):
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
-        charts += [replace(chart, key=f"{chart.key}{suffix}") for chart in _of_arm(arm) if chart is not None]
+        charts += [replace(chart, key=f"{chart.key}{suffix}") for chart in _of_arm(arm, search) if chart is not None]
     return charts
 
 
-def _of_arm(arm: Arm) -> Iterator[Figure | None]:
+def _of_arm(arm: Arm, search: SearchHistory | None) -> Iterator[Figure | None]:
     hyperbola = arm.critical.hyperbola if arm.critical is not None else None
     yield _curves(arm)
+    yield narrowing_chart(arm, search) if search is not None else None
     yield from line_charts(Lines(arm.runs, critical_batch=hyperbola.tokens if hyperbola is not None else None))
     yield _heat_map(arm)
     yield law_chart(arm)

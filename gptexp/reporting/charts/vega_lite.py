@@ -26,6 +26,7 @@ TOOLTIPS = {  # field of a point -> its name in a tooltip, and the format of a n
     "seed": ("seed", ""), "seeds": ("seeds", ","), "tokens": ("training tokens", ","), "steps": ("steps", ","),
     "loss": ("loss", ".4f"), "low": ("95% interval from", ".5~g"), "high": ("to", ".5~g"),
     "speed": ("tokens per second", ",.0f"), "value": ("value", ".5~g"),
+    "number": ("run of the search", ","), "width": ("width of the interval", ".3~g"),
 }  # fmt: skip
 INTERVAL: Spec = {"y": {"field": "low", "type": "quantitative"}, "y2": {"field": "high"}}
 END_LABELS = "ends"  # name of a layer of labels that a phone has no room for

@@ -64,6 +64,11 @@ class SearchHistory:
         return "nats" if self.compares else "octaves"
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to do for the newest command."""
+        return bool(self.stopped) and {"narrow", "flat", "exhausted", "law"}.issuperset(self.stopped.values())
+
+    @property
     def spent(self) -> dict[str, float]:
         """Unit of a budget -> how much all commands have spent."""
         return {"seconds": self.seconds, "runs": len(self.decisions), "tokens": self.tokens}

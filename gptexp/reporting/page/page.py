@@ -26,6 +26,7 @@ from gptexp.reporting.page.cells_table import MINOR, cells_table, commands, resu
 from gptexp.reporting.page.index import Index, build_index
 from gptexp.reporting.page.report import Report
 from gptexp.reporting.words.answers import TEXTS, table_of_answers
+from gptexp.reporting.words.decisions import table_of_decisions
 from gptexp.storage.run_dir import finite
 
 # Only the page's own two scripts run, known by their hashes: a script in a run's name would not. Vega compiles its
@@ -104,6 +105,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
         "verdict": part.verdict(report, table_of_answers(report.answers), TEXTS),
         "next": part.next(report, actions),
         "charts": part.charts(report),
+        "search": part.search(table_of_decisions(report.search) if report.search is not None else []),
         "runs": part.runs(table, MINOR, is_live),
         "notes": part.notes_of_the_run(run),
         "foot": part.foot(report, _settings(report)),

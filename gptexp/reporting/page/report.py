@@ -12,12 +12,12 @@ from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.charts.vega_lite import Figure
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.listings.records import LR, Run, along, find_runs, read_run
-from gptexp.reporting.listings.search import SearchHistory, search_of
+from gptexp.reporting.listings.search import Place, SearchHistory, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
 from gptexp.reporting.words.answers import Answer, answers_of
 from gptexp.reporting.words.finding import BEHIND_NATS, WITHIN, Verdict
-from gptexp.reporting.words.proposals import Proposal, proposals
+from gptexp.reporting.words.proposals import Proposal, merged, proposals
 from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
@@ -58,14 +58,15 @@ class Report:
         if self.sweep is None or not self.sweep.commands or not waiting:
             return []
         stopped = f"The sweep has stopped with {counted(waiting, 'cell')} left."
-        if len(self.sweep.commands) == 1:
+        if len(self.sweep.commands) == 1 or self.search is not None:
             how = "Its command goes on with them:"
         else:  # sweep.json does not say which command has which cells, and lacks earlier cells that never began
             how = (
                 "Several commands made it, the newest is the last one. Each goes on with its own cells, and runs no "
                 "cell again that is done:"
             )
-        return [(f"{stopped} {how}", list(map(as_command, self.sweep.commands)))]
+        commands = self.sweep.commands if self.search is None else self.sweep.commands[-1:]
+        return [(f"{stopped} {how}", list(map(as_command, commands)))]
 
 
 def about(key: str, part: Part) -> Part:
@@ -82,6 +83,17 @@ def about(key: str, part: Part) -> Part:
     elif is_dataclass(part) and not isinstance(part, type):
         changed = replace(part, **{field.name: about(key, getattr(part, field.name)) for field in fields(part)})
     return cast(Part, changed)
+
+
+def _widths(search: SearchHistory, analysis: Analysis) -> dict[Place, float]:
+    """The width of the interval of each arm and batch size, as a search counts it, where an optimum is bracketed."""
+    widths = {}
+    for arm in analysis.arms:
+        name = search.arm_of({run.name for run in arm.runs})
+        for batch, optimum in arm.curves.optima.items() if name is not None else ():
+            width = optimum.loss_high - optimum.loss_low if search.compares else optimum.octaves
+            widths[name or (), batch] = width
+    return widths
 
 
 def build_report(
@@ -105,7 +117,9 @@ def build_report(
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
     if within is None:
         within = search.within if search is not None else WITHIN
-    further = proposals(analysis, sweep, within) if sweep is not None and key == LR else []
+    if search is not None:
+        search = search.knowing(_widths(search, analysis))
+    further = proposals(analysis, sweep, within, search) if sweep is not None and key == LR else []
     return Report(
         directory,
         analysis,
@@ -115,7 +129,7 @@ def build_report(
         overview(directory, analysis, cells, sweep, goes_on),
         answers_of(analysis, sweep, further, within, search),
         about(key, verdict(analysis, behind_nats)),
-        further,
-        about(key, figures(analysis)),
+        merged(further),
+        about(key, figures(analysis, search)),
         search,
     )

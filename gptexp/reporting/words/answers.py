@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.listings.progress import is_unfinished
-from gptexp.reporting.listings.search import SearchHistory
+from gptexp.reporting.listings.search import SearchHistory, stopped_in_words
 from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import Curve
@@ -15,8 +15,15 @@ from gptexp.reporting.statistics.tuning import found_optima
 from gptexp.reporting.words.proposals import Proposal
 from gptexp.storage.sweep_record import SweepRecord
 
-TEXTS = ("arm", "status", "surer with")  # titles of the columns of text
+TEXTS = ("arm", "status", "stopped", "surer with")  # titles of the columns of text
 NOTHING = "narrow enough"
+WANTED = {  # why a search made no further run -> what would make the answer surer
+    "flat": "nothing: its learning rates differ by less than seeds",
+    "exhausted": "nothing that can be run",
+    "decided": "gptexp tune without --compare",
+    "failed": "its command again",
+    "interrupted": "its command again",
+}
 Z = 1.96  # standard deviations on each side of a 95% interval
 
 
@@ -41,7 +48,7 @@ class Answer:
     tie_high: float | None = None
     why: str = ""
     lowest_lr: float | None = None  # the learning rate with the lowest mean loss at this batch size
-    stopped: str = ""  # why `gptexp tune` made no further run: narrow, flat, exhausted, budget, failed or interrupted
+    stopped: str = ""  # why `gptexp tune` made no further run: a key of `search.STOPPED`, or interrupted
 
     @property
     def badges(self) -> tuple[str, ...]:
@@ -75,18 +82,25 @@ def answers_of(
                 status, wanted = f"{status}, so far", "its other cells"
             optimum = vars(curve.optimum) if curve.optimum is not None else {}
             stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
-            if stopped == "flat":
-                wanted = "nothing: its learning rates differ by less than seeds"
-            elif stopped == "exhausted":
-                wanted = "nothing that can be run"
+            if search is not None and not search.stopped and wanted != NOTHING:
+                wanted = "its next runs"
+            if stopped == "budget" and not wanted:
+                wanted = "gptexp tune … with a larger --budget"
+            wanted = WANTED.get(stopped, wanted)
             row = Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best, stopped=stopped)
             rows.append(row)
         rows += _by_law(arm, label, search) if search is not None else []
         for batch in arm.all_diverged if len(arm.runs) > 1 else ():
-            rows.append(Answer(label, batch, "diverged", _proposed(arm, batch, further)))
+            stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
+            wanted = WANTED.get(stopped, _proposed(arm, batch, further))
+            rows.append(Answer(label, batch, "diverged", wanted, stopped=stopped))
     if rows:
         begun = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
-        rows += [Answer("", batch, "too few, so far", "its first runs") for batch in sorted(sizes - begun)]
+        for batch in sorted(sizes - begun):
+            reasons = {why for (_, of), why in search.stopped.items() if of == batch} if search is not None else set()
+            stopped = reasons.pop() if len(reasons) == 1 else ""
+            wanted = WANTED.get(stopped, "its first runs")
+            rows.append(Answer("", batch, "too few, so far", wanted, stopped=stopped))
     return sorted(rows, key=lambda row: row.total_batch_size)
 
 
@@ -144,7 +158,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
         ("within a seed's spread", [interval(row.tie_low, row.tie_high, ".3g") for row in rows]),
         ("status", [row.status for row in rows]),
-        ("stopped", [row.stopped for row in rows]),
+        ("stopped", [stopped_in_words(row.stopped, row.tie_low, row.tie_high) for row in rows]),
         ("surer with", [row.wanted for row in rows]),
     ]
     return [column for column in columns if any(column[1])]

@@ -3,30 +3,34 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median, mode
 from typing import Any
 
 import numpy as np
 
+from gptexp.config.budget import as_typed_budget
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.listings.progress import is_unfinished
 from gptexp.reporting.listings.records import AXES, lr_scaling
+from gptexp.reporting.listings.search import SearchHistory
 from gptexp.reporting.statistics.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve, one_step_outside
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
-from gptexp.reporting.words.finding import WITHIN, tokens
+from gptexp.reporting.words.finding import WITHIN, sizes, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
+_, BATCH, _ = AXES
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal: usually, at most
 WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
 LIKELIEST = 0.95  # largest probability of success that a proposal promises: no form of the curve is the true one
 UNLIKELY = 0.05  # above this probability of an optimum on one side of the grid, runs there are proposed
 WIDE_GAP = 1.7  # between two learning rates more than this ratio apart, one more is worth a run
 SMALLEST_GAIN = 0.98  # a proposal must narrow an interval to less than this share of its width
+SPARE = 1.5  # a larger budget of time holds runs that take so much longer than usual, and the report
 REACH = 2.0  # runs narrow an interval if they lie within this ratio of its ends
 
 
@@ -61,21 +65,80 @@ class _Cells:
     brings: str
 
 
-def proposals(analysis: Analysis, sweep: SweepRecord, within: float = WITHIN) -> list[Proposal]:
+def proposals(
+    analysis: Analysis, sweep: SweepRecord, within: float = WITHIN, search: SearchHistory | None = None
+) -> list[Proposal]:
     """Extensions of a sweep, without cells that it already has; none at a batch size where cells still run or wait.
 
     They are made until the interval of each batch size is at most `within` octaves wide on each side, cheapest first.
-    After that, a larger batch size is proposed, which tests the law.
+    After that, a larger batch size is proposed, which tests the law. A `search` goes on where it stopped at its budget,
+    or at a wider interval: all of these proposals have the command that does so.
     """
     # Branches get none: their learning rate, batch size and seed are those of the run that they continue.
     arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
     open_questions = [(arm, cells) for arm in arms for cells in _answering(arm, within)]
+    if search is not None:
+        open_questions = [(arm, cells) for arm, cells in open_questions if _goes_on(search, arm, cells.batch)]
     planned = {cell.total_batch_size for cell in sweep.cells.values()}
     unfinished = {batch for batch in planned if is_unfinished(sweep, analysis.runs, batch)}
-    if not open_questions and not unfinished:
+    if not open_questions and not unfinished and (search is None or search.is_settled):
         open_questions = [(arm, cells) for arm in arms for cells in _beyond(arm)]
     proposed = (_proposal(arm, cells, sweep) for arm, cells in open_questions if cells.batch not in unfinished)
-    return sorted(filter(None, proposed), key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+    found = sorted(filter(None, proposed), key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+    return found if search is None else _with_its_command(found, sweep, search, within)
+
+
+def merged(found: Sequence[Proposal]) -> list[Proposal]:
+    """The proposals with those of one command, which a search has, as one: with the arm and batch size of the first."""
+    together = []
+    for command in dict.fromkeys(one.command for one in found):
+        first, *others = (one for one in found if one.command == command)
+        minutes = [one.minutes for one in (first, *others) if one.minutes is not None]
+        why = f"the search goes on at {sizes(sorted({one.batch for one in (first, *others)}))} tokens a step"
+        runs = first.runs + sum(one.runs for one in others)
+        whole = replace(first, why=why, runs=runs, minutes=sum(minutes) if minutes else None)
+        together.append(whole if others else first)
+    return sorted(together, key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
+
+
+def _goes_on(search: SearchHistory, arm: Arm, batch: int) -> bool:
+    """Whether a search goes on at a batch size with a larger budget, or with narrower intervals."""
+    return search.stop_of({run.name for run in arm.runs}, batch) in ("budget", "narrow")
+
+
+def _with_its_command(
+    found: Sequence[Proposal], sweep: SweepRecord, search: SearchHistory, within: float
+) -> list[Proposal]:
+    """The proposals with the newest command of a search, and a budget that holds what is spent and all of them."""
+    command = next((given for given in reversed(sweep.commands) if given[0] == "tune"), None)
+    if command is None:
+        return []
+    options = {} if within == search.within else {"--within": f"{within:g}"}
+    if search.budget is not None:
+        runs, unit = sum(proposal.runs for proposal in found), search.budget.unit
+        seconds = SPARE * 60 * sum(proposal.minutes or 0.0 for proposal in found)
+        costs = {"runs": runs, "tokens": runs * search.tokens / len(search.decisions), "seconds": seconds}
+        options["--budget"] = as_typed_budget(unit, search.spent[unit] + costs[unit])
+    planned = {batch for _, batch in search.prior}
+    proposed = []
+    for proposal in found:
+        ours = command
+        if proposal.batch not in planned:
+            ours = [text for text in command if text.partition("=")[0] not in (BATCH, "sweep.name")]
+            ours = [*ours, f"sweep.name={sweep.name}", f"{BATCH}={proposal.batch}"]
+        for option, value in options.items():
+            ours = _with_option(ours, option, value)
+        brings = " ".join(["gptexp tune …", *itertools.chain(*options.items())]) + f": {proposal.brings}"
+        proposed.append(replace(proposal, command=as_command(ours), brings=brings))
+    return proposed
+
+
+def _with_option(command: list[str], option: str, value: str) -> list[str]:
+    """A command of `gptexp tune` with another value of an option."""
+    if option not in command:
+        return [command[0], option, value, *command[1:]]
+    place = command.index(option) + 1
+    return [*command[:place], value, *command[place + 1 :]]
 
 
 def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
