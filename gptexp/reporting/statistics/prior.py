@@ -14,7 +14,7 @@ from gptexp.reporting.statistics.forms import Array
 COLD = 0.85  # octaves: standard deviation of the common part, without a law that was fitted to such runs
 FITTED = 0.4  # the same with a law that was fitted to similar runs
 SLOPE, SLOPE_SD, BEND_SD = 0.3, 0.4, 0.2  # octaves of learning rate per octave of the batch size, and per its square
-SCATTER = 0.25  # octaves: standard deviation of the part that each batch size has for itself
+SCATTER = 0.3  # octaves: standard deviation of the part that each batch size has for itself
 
 
 def step_law(parameters: float, tokens: float, batch: int) -> float:

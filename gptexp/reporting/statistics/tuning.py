@@ -29,6 +29,8 @@ OCTAVE = 2.0
 SAME = 1.02  # learning rates within this ratio are one
 FEWEST = 3  # learning rates that a lowest point needs
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
+GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
+SHARING = 3  # of so many batch sizes, one has learning rates half an octave apart
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate
@@ -106,7 +108,26 @@ class Search:
         if len(self.losses) < 2:
             return None if self.running else "exhausted"
         fit = self.curves.fits[self.batch]
-        return self._reached(fit) or self._narrowing(fit)
+        reached = self._reached(fit)
+        if reached == "narrow" and (between := self._between(fit)) is not None:
+            return between
+        return reached or self._narrowing(fit)
+
+    def _between(self, fit: BatchFit) -> Step | None:
+        """A run between the two learning rates around the best one, if these are an octave apart.
+
+        Three losses an octave apart fit every form of the curve, each with another best learning rate. All batch sizes
+        share the form, so one in `SHARING` needs such a run.
+        """
+        fits = self.curves.fits.values()
+        if SHARING * sum(_gap(other)[1] < 2**GAP * _gap(other)[0] for other in fits) >= len(fits):
+            return None
+        below, above = _gap(fit)
+        lr = self.goal.nearest(self.batch, math.sqrt(below * above))
+        if above < 2**GAP * below or not below * SAME < lr < above / SAME or lr in self.tried:
+            return None
+        low, high = interval(fit.octaves)
+        return Step(Trial(self.batch, lr), "narrow", high - low, high - low)
 
     def _outside(self) -> float | None:
         best = min(self.losses, key=lambda lr: fmean(self.losses[lr]), default=None)
@@ -176,6 +197,14 @@ class Search:
             repeat = len(seeds) + sum(trial.lr == lr for trial in self.running)
             if low / REACH <= lr <= high * REACH and repeat < self.goal.seeds:
                 yield Trial(self.batch, lr, repeat)
+
+
+def _gap(fit: BatchFit) -> tuple[float, float]:
+    """The learning rates that were run next to the best one, below and above it; equal ends if it is outside them."""
+    centre = 2 ** float(np.median(fit.octaves))
+    rates = sorted([*fit.lrs, *fit.diverged])
+    below = max((lr for lr in rates if lr <= centre), default=rates[0])
+    return below, min((lr for lr in rates if lr > centre), default=below)
 
 
 def regret(fit: BatchFit) -> float:
