@@ -165,13 +165,15 @@ class BatchFit:
     def _optimum(self) -> Optimum:
         low, high = interval(self.octaves, narrowest=NARROWEST)
         centre = float(np.median(self.octaves))
+        if math.isfinite(self.posterior.cells.limit[self.posterior.column[self.batch]]):
+            centre = min(centre, float(self.x[-1]))  # between this learning rate and the limit, training may diverge
         x = np.linspace(self.x[0], self.x[-1], SCAN)
         lost = np.median(self.posterior.loss(self.batch, x) - self.posterior.loss(self.batch, [centre]), axis=0)
         is_worse = lost > self.sigma
         loss_low, loss_high = interval(self.best_losses)
         return Optimum(
             lr=2**centre,
-            low=2**low,
+            low=2 ** min(low, centre),
             high=2**high,
             loss=float(np.median(self.best_losses)),
             loss_low=loss_low,

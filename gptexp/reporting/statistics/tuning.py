@@ -119,8 +119,8 @@ class Search:
         Three losses an octave apart fit every form of the curve, each with another best learning rate. All batch sizes
         share the form, so one in `SHARING` needs such a run.
         """
-        fits = self.curves.fits.values()
-        if SHARING * sum(_gap(other)[1] < 2**GAP * _gap(other)[0] for other in fits) >= len(fits):
+        gaps = [_gap(other) for other in self.curves.fits.values()]
+        if SHARING * sum(below < above < 2**GAP * below for below, above in gaps) >= len(gaps):
             return None
         below, above = _gap(fit)
         lr = self.goal.nearest(self.batch, math.sqrt(below * above))
