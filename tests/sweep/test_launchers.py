@@ -225,11 +225,12 @@ def test_a_trial_is_made_once_and_its_number_is_kept(
     while " times as fast as " not in (line := process.stdout.readline()):
         assert line, process.communicate()[1]
     cells = tmp_path / "outputs" / "s"
-    wait_for(lambda: any(cells.glob("*/metrics.jsonl")), process)
+    wait_for((cells / run_dir.EFFECTIVE).exists, process)
+    at_once = json.loads((cells / run_dir.EFFECTIVE).read_text())["runs_at_once"]
+    wait_for(lambda: len([*cells.glob("*/metrics.jsonl")]) == at_once, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    at_once = json.loads((cells / run_dir.EFFECTIVE).read_text())["runs_at_once"]
     assert out.count(" begins: ") == at_once
     planned = gptexp("plan", "-m", *tiny, *LONG, "--json")
     assert json.loads(planned.stdout)["at_once"] == at_once, planned.stderr

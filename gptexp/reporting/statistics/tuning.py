@@ -293,7 +293,7 @@ def next_law_steps(
         return float(np.sqrt(np.diag(expected_optima(prior, found, spread)[1])).mean())
 
     for batch, step in steps.items():
-        if isinstance(step, Step) and step.why == "narrow" and step.now and step.then and batch in known:
+        if isinstance(step, Step) and step.why == "narrow" and step.now and step.then and batch in curves.optima:
             mean, variance = known[batch]
             after = width({**known, batch: (mean, variance * (step.then / step.now) ** 2)})
             if after > SMALLEST_GAIN * width(known):
