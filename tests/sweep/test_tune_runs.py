@@ -48,9 +48,11 @@ def test_a_search_that_is_killed_five_times_has_the_choices_and_answers_of_a_who
     done = gptexp(*search(tiny, "whole", "--json"), timeout=400)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)  # nothing else is on stdout
+    count = len(chosen(whole))
+    assert 6 <= count <= 9
     assert (result["runs"], result["tokens"], result["answers"]) == (
-        9,
-        9 * 8192,
+        count,
+        count * 8192,
         json.loads((whole / "report.json").read_text())["answers"],
     )
     for completed in (0, 1, 2, 4, 6):
