@@ -304,7 +304,8 @@ class TuneSweeper(CellSweeper):
             choose = next_law_steps if self.law else next_steps
             steps = choose(curves, running, goal, side.prior, self.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
-            costs = {batch: 2.0 ** round(math.log2(self._seconds(batch) or 1.0)) for batch in side.cells}
+            # Tokens, not seconds: measured times differ between two commands, and choices must not.
+            costs = {batch: float(cell.config.run_length[1]) for batch, cell in side.cells.items()}
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
             if (step := most_useful(steps, costs, tried)) is not None:
                 found.append((side, step))
