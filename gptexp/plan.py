@@ -70,6 +70,10 @@ def main(argv: list[str] | None = None) -> None:
     request = Request(gpu, args.network, args.ranks_per_node, args.critical, args.time, args.json)
     if not is_sweep(composed):
         print_plan(config, request)
+    elif grid.sweeper.is_search and gpu is None and not args.json:
+        from gptexp.command.search_planning import print_search
+
+        print_search(grid)
     else:
         from gptexp.command.sweep_planning import print_sweep
 

@@ -8,8 +8,8 @@ from gptexp.config.budget import FEWEST_RUNS
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import confirmed, reserve_stdout_for_result, say, warn
 from gptexp.process.words import counted, duration, titled
-from gptexp.sweep.cells import draft_cells
-from gptexp.sweep.space import spaces
+from gptexp.sweep.cells import refuse_illegal
+from gptexp.sweep.grid import Grid, grid_of
 from gptexp.sweep.sweepers import CellSweeper
 from gptexp.sweep.tune import USUAL_RUNS, TuneSweeper
 
@@ -25,22 +25,28 @@ def confirm_search(sweeper: CellSweeper) -> bool:
     assert isinstance(sweeper, TuneSweeper)
     if sweeper.prints_json:
         reserve_stdout_for_result()
-    combinations = sweeper.combinations(spaces(sweeper.params, sweeper.config.hydra.overrides.task, sweeper.loader))
-    drafts = draft_cells(sweeper.compositions, combinations, sweeper.count(combinations))
-    if any(draft.config is None for draft in drafts):
-        return True  # the sweep refuses them
-    plans = [cell.plan for cell in plan_sweep(drafts) if cell.plan is not None]
-    add_times(plans)
+    plans = print_search(grid_of(sweeper))
     for planned in plans:
         if planned.time is not None:
             sweeper.estimates[planned.run.batch.total_batch_size] = planned.time.total_s
-    legal = [draft.config for draft in drafts if draft.config is not None]
-    for line in search_lines(plans, sweeper, sweeper.find_places(legal).at_once or 1):
-        say(line)
     expected_s = _seconds(plans, USUAL_RUNS, 1)
     if sweeper.budget is not None or not sweeper.asks or expected_s is None or expected_s < ASKED_FROM_S:
         return True
     return confirmed(f"start {counted(USUAL_RUNS * len(plans), 'run')}, about {duration(expected_s)}?", yes=False)
+
+
+def print_search(grid: Grid) -> list[Plan]:
+    """Print the plan of a search, and return those of a run at each arm and batch size, with the times of a few steps.
+
+    Raises `ConfigError` for runs that are illegal, and if the budget holds fewer than three.
+    """
+    assert isinstance(grid.sweeper, TuneSweeper)
+    cells = plan_sweep(grid.drafts)
+    refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
+    plans = [cell.plan for cell in cells if cell.plan is not None]
+    add_times(plans)
+    say(*search_lines(plans, grid.sweeper, grid.at_once or 1))
+    return plans
 
 
 def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> list[str]:

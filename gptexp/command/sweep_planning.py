@@ -76,7 +76,7 @@ def print_sweep(grid: Grid, request: Request = HERE) -> None:
         ]
         print(json.dumps({"cells": values, "of": grid.of, "at_once": grid.at_once}, indent=1))
     else:
-        show_sweep(cells, grid.of, grid.at_once)
+        show_sweep(cells, grid.of, grid.at_once, "gptexp tune" if grid.sweeper.is_search else "Optuna")
     warnings = [line for planned in plans for line in planned.warnings]
     warnings += confounds([draft.config for draft in grid.drafts if draft.config is not None])
     for line in dict.fromkeys(warnings):
@@ -84,10 +84,10 @@ def print_sweep(grid: Grid, request: Request = HERE) -> None:
     refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
 
 
-def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None) -> None:
+def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None, chooser: str = "Optuna") -> None:
     """Print a line for each cell, and the totals of the sweep: `total` cells will run, `at_once` of them at a time.
 
-    None: a trial decides when the sweep begins.
+    None: a trial decides when the sweep begins. `chooser`: who chooses cells by the results of others.
     """
     plans = [cell.plan for cell in cells if cell.plan is not None]
     times = [planned.time for planned in plans if planned.time is not None]
@@ -105,12 +105,12 @@ def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None) -> No
     print_table([*values, *columns], (longest,), (), LEAST_NEEDED, terminal_width())
     if not plans:
         return
-    scale = total / len(cells)  # Optuna's cells are not chosen yet; these rows are examples
+    scale = total / len(cells)  # cells that results decide are not chosen yet; these rows are examples
     tokens = round(sum(planned.run.tokens - planned.run.first_tokens for planned in plans) * scale)
     side_by_side = "; a trial at the start decides how many run at once" if at_once is None else ""
     if at_once is not None and at_once > 1:
         side_by_side = f", {at_once} at once"
-    chosen = "; Optuna chooses their values, for example as in these rows" if total != len(cells) else ""
+    chosen = f"; {chooser} chooses their values, for example as in these rows" if total != len(cells) else ""
     print(f"{counted(total, 'cell')}, {tokens:,} tokens in all{side_by_side}{chosen}")
     time = plans[0].time_in_words()
     if times:

@@ -33,6 +33,7 @@ class Grid:
     of: int  # number of cells that will run
     at_once: int | None  # number of cells that run side by side; None: a trial decides when the sweep begins
     on_gpus: bool
+    sweeper: CellSweeper
 
 
 def compose_cells(engine: Any, config: DictConfig) -> Grid:
@@ -41,14 +42,18 @@ def compose_cells(engine: Any, config: DictConfig) -> Grid:
     `engine` comes from `hydra_engine`. Other errors raise `ConfigError`.
     """
     context = HydraContext(config_loader=engine.config_loader, callbacks=Callbacks())
-    sweeper = build_sweeper(config, context, lambda _: None)
-    arguments = list(config.hydra.overrides.task)
-    combinations = sweeper.combinations(spaces(sweeper.params, arguments, engine.config_loader))
+    return grid_of(build_sweeper(config, context, lambda _: None))
+
+
+def grid_of(sweeper: CellSweeper) -> Grid:
+    """The cells of a sweeper."""
+    arguments = list(sweeper.config.hydra.overrides.task)
+    combinations = sweeper.combinations(spaces(sweeper.params, arguments, sweeper.loader))
     total = sweeper.count(combinations)
     drafts = draft_cells(sweeper.compositions, combinations, total)
     legal = [draft.config for draft in drafts if draft.config is not None]
     places = sweeper.find_places(legal) if legal else Places(1)
-    return Grid(drafts, total, places.at_once, bool(places.gpus))
+    return Grid(drafts, total, places.at_once, bool(places.gpus), sweeper)
 
 
 def build_sweeper(config: DictConfig, context: HydraContext, task: Any) -> CellSweeper:

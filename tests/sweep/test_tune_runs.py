@@ -72,6 +72,20 @@ def begun(directory: Path) -> list[Path]:
 
 
 @pytest.mark.e2e
+def test_a_dry_run_times_the_search_checks_its_budget_and_runs_nothing(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    whole = gptexp(*search(tiny, "s", "--dry-run"))
+    assert whole.returncode == 0, whole.stderr
+    titles = [line.split()[0] for line in whole.stdout.splitlines()]
+    assert titles == ["search", "runs", "time", "at"]
+    short = gptexp("tune", *tiny, *BYTES, *LENGTH, "--budget", "20k tokens", "--dry-run")
+    assert short.returncode == 2
+    assert "[budget-too-small]" in short.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.e2e
 def test_ctrl_c_saves_the_run_and_the_same_command_goes_on(start: Start, tiny: list[str], tmp_path: Path) -> None:
     directory = tmp_path / "outputs/s"
     process = start(*search(tiny, "s"))
