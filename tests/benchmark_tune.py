@@ -63,7 +63,7 @@ from searches import (
 from surfaces import TABLES, Crossing, Reference, Run, Surface, Table, every_other_rate, halves, step_law
 
 from gptexp.reporting.statistics.curves import Curves, fit_curves
-from gptexp.reporting.statistics.prior import COLD, expected_optima
+from gptexp.reporting.statistics.prior import COLD, law_intervals
 from gptexp.reporting.statistics.tuning import Goal, found_optima, most_useful, next_law_steps, next_steps
 
 BUDGET = 8  # runs a batch size
@@ -114,10 +114,8 @@ class Tuner:
                 answers[batch] = Answer(optimum.lr, optimum.low, optimum.high, True, curve.status)
         if self.by_law:
             prior = {batch: trials.surface.prior(batch) for batch in trials.surface.sizes}
-            means, covariance = expected_optima(prior, found_optima(curves), COLD)
-            for batch, mean, variance in zip(sorted(prior), means, covariance.diagonal(), strict=True):
-                half = 1.96 * math.sqrt(variance)
-                answers.setdefault(batch, Answer(2**mean, 2 ** (mean - half), 2 ** (mean + half)))
+            for batch, expected in law_intervals(prior, found_optima(curves)).items():
+                answers.setdefault(batch, Answer(*expected))
         return answers
 
 

@@ -47,6 +47,7 @@ from gptexp.reporting.statistics.tuning import (
     next_law_steps,
     next_steps,
 )
+from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
@@ -71,7 +72,6 @@ class Side:
     cells: dict[int, Cell] = field(default_factory=dict)  # batch size -> a cell there, as composed
     spent: int = 0  # tokens of the runs that were chosen for it
     prior: dict[int, float] = field(default_factory=dict)  # batch size -> where the best learning rate is expected
-
     low: float = 0.0  # the searched key lies between these two
     high: float = math.inf
 
@@ -105,7 +105,6 @@ class TuneSweeper(CellSweeper):
         self.sides: list[Side] = []
         self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
         self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
-        self.started: dict[Path, float] = {}  # s of the monotonic clock, of those that this command runs
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
         self.known: dict[Path, Run] = {}  # runs that are done
         self.steps: dict[tuple[tuple[str, ...], int], Step | Stop | None] = {}  # arm, batch size -> the newest verdict
@@ -117,8 +116,9 @@ class TuneSweeper(CellSweeper):
     def combinations(self, spaces: Sequence[Sequence[Axis]]) -> list[list[str]]:
         """Return an example for each arm and batch size."""
         self.space = one_space(spaces)
-        if not isinstance(self.within, float | int) or isinstance(self.within, bool) or not 0.05 <= self.within <= 4:
-            rule = "must be a number of octaves from 0.05 to 4"
+        is_number = isinstance(self.within, float | int) and not isinstance(self.within, bool)
+        if not is_number or not NARROWEST_WITHIN <= self.within <= 4:
+            rule = f"must be a number of octaves from {NARROWEST_WITHIN:g} to 4"
             raise ConfigError(f"hydra.sweeper.within={shown(self.within)}: {rule}", "out-of-range")
         for axis in self.space:
             if axis.swept and axis.key == SEED:
@@ -235,7 +235,7 @@ class TuneSweeper(CellSweeper):
         }  # fmt: skip
         self.log.add("choose", **event)
         self.chosen.append(event)
-        say(f"--- next: {_in_words(step, lr, side, seconds)}")
+        say(f"--- next: {_in_words(step, lr, side, 'nats' if self.compares else 'octaves', seconds)}")
         self.record()
         self.total = self.begun + 1 + self.to_choose()
         return cell
@@ -430,12 +430,12 @@ class TuneSweeper(CellSweeper):
         return reasons
 
 
-def _in_words(step: Step, lr: float, side: Side, seconds: float | None) -> str:
-    """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octave, 48 s"."""
+def _in_words(step: Step, lr: float, side: Side, unit: str, seconds: float | None) -> str:
+    """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, 48 s". `unit`: of the interval."""
     why = why_in_words(step.why, step.trial.repeat)
     width = ""
     if step.now is not None and step.then is not None:
-        width = f"interval {step.now:.2g} -> about {step.then:.2g} octaves"
+        width = f"interval {step.now:.2g} -> about {step.then:.2g} {unit}"
     took = "" if seconds is None else f"about {duration(seconds)}"
     arm = f" {' '.join(side.overrides)}" if side.overrides else ""
     return f"{lr:.3g} at {step.trial.batch:,}{arm}: {', '.join(filter(None, (why, width, took)))}"

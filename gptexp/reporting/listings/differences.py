@@ -17,12 +17,8 @@ RECORDED = "recorded by the runs"
 
 LEFT_OUT = ("log.", "sweep.", "fitted.", "data.cache_dir")  # names, places, and facts about other runs
 OF_SUMMARY = ("data_hash", "world_size", "device", "git_commit")
-NO_CHOICES = (
-    "device",
-    "device_name",
-    "memory_key",
-    "runs_at_once",
-)  # keys of effective.json; the summary has the name of the device
+# Keys of effective.json that are no choices; the summary has the name of the device.
+NO_CHOICES = ("device", "device_name", "memory_key", "runs_at_once")
 LABEL_CHARS = 40
 SHORT = {"batch.total_batch_size": "batch"}  # in a label
 

@@ -20,6 +20,7 @@ STOPPED = {  # why no further run is made -> in words
     "decided": "the arms' difference is known",
     "failed": "a run failed",
 }
+UNSETTLED = {"budget", "failed", "interrupted"}  # reasons that leave something to do
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class SearchHistory:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is left to do for the newest command."""
-        return bool(self.stopped) and {"narrow", "flat", "exhausted", "law"}.issuperset(self.stopped.values())
+        return bool(self.stopped) and {"narrow", "flat", "exhausted", "law", "decided"}.issuperset(
+            self.stopped.values()
+        )
 
     @property
     def spent(self) -> dict[str, float]:

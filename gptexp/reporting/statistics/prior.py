@@ -14,6 +14,7 @@ from gptexp.reporting.statistics.forms import Array
 COLD = 0.85  # octaves: standard deviation of the common part, without a law that was fitted to such runs
 FITTED = 0.4  # the same with a law that was fitted to similar runs
 SLOPE, SLOPE_SD, BEND_SD = 0.3, 0.4, 0.2  # octaves of learning rate per octave of the batch size, and per its square
+Z = 1.96  # standard deviations on each side of a 95% interval
 SCATTER = 0.3  # octaves: standard deviation of the part that each batch size has for itself
 
 
@@ -45,6 +46,16 @@ def expected_optima(
     found, variance = np.array([known[sizes[i]] for i in at]).T
     gain = np.linalg.solve(kernel[np.ix_(at, at)] + np.diag(variance), kernel[at]).T
     return mean + gain @ (found - mean[at]), kernel - gain @ kernel[at]
+
+
+def law_intervals(
+    prior: Mapping[int, float], known: Mapping[int, tuple[float, float]], spread: float = COLD
+) -> dict[int, tuple[float, float, float]]:
+    """Batch size -> the expected best learning rate, and its 95% interval; see `expected_optima`."""
+    means, covariance = expected_optima(prior, known, spread)
+    half = Z * np.sqrt(covariance.diagonal())
+    columns = (2**ends for ends in (means, means - half, means + half))
+    return dict(zip(sorted(prior), zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
 
 def starts(prior: Mapping[int, float], known: Mapping[int, tuple[float, float]], spread: float) -> dict[int, float]:

@@ -33,7 +33,7 @@ GAP = 0.8  # octaves: the widest gap between the learning rates around the best 
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
-WIDEST = 4096.0  # largest over smallest learning rate
+WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
 
 Why = Literal["first", "bracket", "narrow", "noise"]

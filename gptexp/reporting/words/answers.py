@@ -10,7 +10,7 @@ from gptexp.reporting.listings.search import SearchHistory, stopped_in_words
 from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
 from gptexp.reporting.statistics.curves import Curve
-from gptexp.reporting.statistics.prior import expected_optima
+from gptexp.reporting.statistics.prior import law_intervals
 from gptexp.reporting.statistics.tuning import found_optima
 from gptexp.reporting.words.proposals import Proposal
 from gptexp.storage.sweep_record import SweepRecord
@@ -24,7 +24,6 @@ WANTED = {  # why a search made no further run -> what would make the answer sur
     "failed": "its command again",
     "interrupted": "its command again",
 }
-Z = 1.96  # standard deviations on each side of a 95% interval
 
 
 @dataclass(frozen=True)
@@ -111,14 +110,12 @@ def _by_law(arm: Arm, label: str, search: SearchHistory) -> list[Answer]:
     known = {batch: found for batch, found in found_optima(arm.curves).items() if batch in prior}
     if not known:
         return []
-    means, covariance = expected_optima(prior, known, search.spread)
-    rows = []
-    for batch, mean, variance in zip(sorted(prior), means, covariance.diagonal(), strict=True):
-        if search.stop_of(names, batch) == "law" and batch not in arm.losses:
-            low, high = (2.0 ** (mean + sign * Z * variance**0.5) for sign in (-1, 1))
-            why = f"the law through {counted(len(known), 'batch size')} expects it there"
-            rows.append(Answer(label, batch, "by the law", "runs there", 2.0**mean, low, high, why=why, stopped="law"))
-    return rows
+    why = f"the law through {counted(len(known), 'batch size')} expects it there"
+    return [
+        Answer(label, batch, "by the law", "runs there", *expected, why=why, stopped="law")
+        for batch, expected in law_intervals(prior, known, search.spread).items()
+        if search.stop_of(names, batch) == "law" and batch not in arm.losses
+    ]
 
 
 def _status(curve: Curve, within: float) -> str:

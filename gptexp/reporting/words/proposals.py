@@ -20,18 +20,16 @@ from gptexp.reporting.statistics.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve, one_step_outside
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
+from gptexp.reporting.statistics.tuning import REACH, SMALLEST_GAIN, WIDEST
 from gptexp.reporting.words.finding import WITHIN, sizes, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
 _, BATCH, _ = AXES
 SEEDS, MOST_SEEDS = 2, 4  # new seeds of a proposal: usually, at most
-WIDEST = 4096.0  # largest over smallest learning rate; a grid this wide needs more seeds, not more learning rates
 LIKELIEST = 0.95  # largest probability of success that a proposal promises: no form of the curve is the true one
 UNLIKELY = 0.05  # above this probability of an optimum on one side of the grid, runs there are proposed
 WIDE_GAP = 1.7  # between two learning rates more than this ratio apart, one more is worth a run
-SMALLEST_GAIN = 0.98  # a proposal must narrow an interval to less than this share of its width
 SPARE = 1.5  # a larger budget of time holds runs that take so much longer than usual, and the report
-REACH = 2.0  # runs narrow an interval if they lie within this ratio of its ends
 
 
 @dataclass(frozen=True)
