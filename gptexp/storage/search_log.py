@@ -5,8 +5,11 @@ One JSON object a line, in the order in which things happened:
 - `start`: a command begins; its budget.
 - `choose`: a run was chosen: its cell, arm, batch size, learning rate and seed; why; the width of the interval in
   octaves before it and as expected after it; how many runs had ended; the expected seconds.
+- `wait`: no further run helps before one has ended.
 - `end`: that run has ended here: its status and seconds.
 - `stop`: a command ends: for each arm and batch size, why no further run was made.
+
+`choose`, `wait` and `stop` hold the best values known then, each with its 95% interval.
 """
 
 import itertools

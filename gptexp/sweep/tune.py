@@ -108,6 +108,7 @@ class TuneSweeper(CellSweeper):
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
         self.known: dict[Path, Run] = {}  # runs that are done
         self.steps: dict[tuple[tuple[str, ...], int], Step | Stop | None] = {}  # arm, batch size -> the newest verdict
+        self.optima: list[dict[str, Any]] = []  # the best value of each arm and batch size, with its interval
         self.has_news = True  # whether anything has ended since the last choice
         self.is_over = False
         self.begun_at = time.monotonic()
@@ -207,8 +208,11 @@ class TuneSweeper(CellSweeper):
             say(f"--- begins{of_arm} with {expected}: {self.source}, usually off by a factor of {2**self.spread:.1f}")
 
     def choose(self) -> Cell | None:
-        if not self.has_news or (choice := self._choice()) is None:
+        if not self.has_news:
+            return None
+        if (choice := self._choice()) is None:
             self.has_news = False
+            self.log.add("wait", optima=self.optima)
             return None
         side, step = choice
         trial = step.trial
@@ -231,7 +235,7 @@ class TuneSweeper(CellSweeper):
         event = {
             "cell": cell.name, "arm": list(side.overrides), "batch": trial.batch, "lr": lr, "typed": typed,
             "seed": seed, "repeat": trial.repeat, "why": step.why, "octaves": step.now, "expected_octaves": step.then,
-            "known_runs": len(self.known), "tokens": tokens, "seconds": seconds,
+            "known_runs": len(self.known), "tokens": tokens, "seconds": seconds, "optima": self.optima,
         }  # fmt: skip
         self.log.add("choose", **event)
         self.chosen.append(event)
@@ -260,7 +264,7 @@ class TuneSweeper(CellSweeper):
         if status not in run_dir.DONE:
             self.failures.add((side.overrides, trial.batch))
         self.log.add("end", cell=cell.name, status=status)
-        self.has_news = True
+        self.has_news, self.optima = True, []
 
     def sweep(self, arguments: list[str]) -> int:
         """Search, and with `json` print the answers."""
@@ -282,7 +286,7 @@ class TuneSweeper(CellSweeper):
         try:
             super().run(signals)
         finally:
-            self.log.add("stop", stopped=self._stopped(bool(signals)))
+            self.log.add("stop", stopped=self._stopped(bool(signals)), optima=self.optima)
             self.is_over = not signals
             self.record()
 
@@ -309,7 +313,13 @@ class TuneSweeper(CellSweeper):
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
             if (step := most_useful(steps, costs, tried)) is not None:
                 found.append((side, step))
-        if self.compares and found and all(step.now is not None for _, step in found):
+        is_bracketing = any(step.now is None for _, step in found)
+        self.optima = [
+            {"arm": list(side.overrides), "batch": batch, "lr": optimum.lr, "low": optimum.low, "high": optimum.high}
+            for side, curves in zip(self.sides, arms, strict=True)
+            for batch, optimum in ({} if is_bracketing else curves.optima).items()  # fits take time
+        ]
+        if self.compares and found and not is_bracketing:
             # What counts is the variance of the difference, which is the sum of those of the arms.
             return max(found, key=lambda choice: (choice[1].now or 0.0) ** 2 - (choice[1].then or 0.0) ** 2)
         return min(

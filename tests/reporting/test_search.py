@@ -70,8 +70,29 @@ def test_status_of_a_search_has_the_widths_and_the_optimum_of_its_report(
     assert any(f"{answer.lr:.3g}" in line and "4,096" in line for line in lines)
 
 
+def test_status_of_a_search_without_a_report_has_the_optima_of_its_newest_decision(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(done, tmp_path / "copied")
+    (copied / "report.json").unlink()
+    [answer], log = build_report(done).answers, copied / "tune.jsonl"
+    events = log.read_text().splitlines()
+
+    def optimum(events: list[str]) -> Any:
+        log.write_text("\n".join(events) + "\n")
+        return status_of(copied, capsys)["search"]["batch_sizes"][0]["optimum"]
+
+    found = optimum(events)
+    assert (found["lr"], found["low"], found["high"]) == pytest.approx((answer.lr, answer.low, answer.high))
+    newest = max(number for number, event in enumerate(events) if json.loads(event)["event"] == "choose")
+    assert optimum(events[: newest + 1])["low"] < answer.lr < optimum(events[: newest + 1])["high"]
+    assert optimum(events[: newest + 2]) is None  # a run has ended since, and nothing was decided
+
+
 def test_a_report_that_lacks_a_run_is_not_used(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = shutil.copytree(done, tmp_path / "copied")
+    events = [json.loads(event) | {"optima": []} for event in (copied / "tune.jsonl").read_text().splitlines()]
+    (copied / "tune.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     report = json.loads((copied / "report.json").read_text())
     (copied / "report.json").write_text(json.dumps({**report, "runs": report["runs"][:-1]}))
     [place] = status_of(copied, capsys)["search"]["batch_sizes"]

@@ -55,6 +55,7 @@ class SearchHistory:
     spread: float  # standard deviation of `prior`, in octaves
     budget: Budget | None
     decisions: list[Decision]
+    optima: dict[Place, tuple[float, float, float]]  # the best value and its 95% interval, if nothing has ended since
     stopped: dict[Place, str]  # why the newest command made no further run; empty while it goes on
     seconds: float  # of all commands
     tokens: int  # of all runs that were chosen
@@ -127,6 +128,12 @@ def _search(log: SearchLog) -> SearchHistory:
         if event["event"] == "stop":
             stopped = {_place(one): printable(str(one["why"])) for one in event["stopped"]}
     decisions = list(_decisions(log.events))
+    optima: dict[Place, tuple[float, float, float]] = {}
+    for event in log.events:
+        if event["event"] == "end":
+            optima = {}
+        elif "optima" in event:
+            optima = {_place(one): (float(one["lr"]), float(one["low"]), float(one["high"])) for one in event["optima"]}
     return SearchHistory(
         key=str(newest["key"]),
         within=float(newest["within"]),
@@ -135,6 +142,7 @@ def _search(log: SearchLog) -> SearchHistory:
         spread=float(newest["spread"]),
         budget=None if newest["budget"] is None else Budget(**newest["budget"]),
         decisions=decisions,
+        optima=optima,
         stopped=stopped,
         seconds=log.seconds(),
         tokens=sum(int(event["tokens"]) for event in log.events if event["event"] == "choose"),

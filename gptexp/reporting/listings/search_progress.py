@@ -1,4 +1,4 @@
-"""How far a search of `gptexp tune` is, from its log and its newest report: nothing is fitted, so it takes no time."""
+"""How far a search of `gptexp tune` is, from its log and its newest report. Nothing is fitted, so it takes no time."""
 
 import math
 from collections.abc import Callable, Collection
@@ -37,7 +37,7 @@ class PlaceProgress:
     total_batch_size: int  # tokens
     runs: int  # that have been chosen
     widths: list[float]  # of the 95% interval, in the order of the runs
-    optimum: Optimum | None  # as of the newest report; None if there is none, or if runs have ended since
+    optimum: Optimum | None  # as of the newest decision or report; None if runs have ended since
     lowest_lr: float | None  # the value of the run with the lowest loss
     stopped: str  # why no further run is made; empty while the search goes on
 
@@ -95,7 +95,8 @@ def search_progress(directory: Path, read: Callable[[Path], Run] = read_run) -> 
         return None
     runs = {run.name: along(run, history.key) for run in find_runs(directory, read)}
     ended = {name for name, run in runs.items() if run.status in run_dir.DONE}
-    optima = _reported(directory, history, ended)
+    known = {place: Optimum(*values) for place, values in history.optima.items()}
+    optima = known | _reported(directory, history, ended)
     widths = {place: _width(optimum, history.compares) for place, optimum in optima.items()}
     history = history.knowing({place: width for place, width in widths.items() if width is not None})
     places = []
