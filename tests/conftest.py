@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell starts a job in the background with SIGINT ignored, and the processes of the tests would inherit that.
+# A shell starts a job in the background with SIGINT ignored, and nohup ignores SIGHUP; the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Variables that a shell, a launcher or a CI system may have set. No test may depend on them.
 _FOREIGN = (
