@@ -6,25 +6,9 @@ from collections.abc import Sequence
 from gptexp import train
 from gptexp.command.arguments import Parser
 from gptexp.config.describe import answer_help
+from gptexp.config.search_flags import FLAGS, PREFIX, SWEEPER, SWITCHES
 from gptexp.process.terminal import run_verb
 
-SWEEPER = "hydra/sweeper=tune"
-# Flag -> key of conf/hydra/sweeper/tune.yaml, name of its value, help.
-FLAGS = {
-    "budget": ("budget", "AMOUNT", "20m, 8h, 200M tokens or 30 runs, for all commands of the search together"),
-    "within": ("within", "OCTAVES", "the 95%% interval is narrow enough with so many on each side (default: 0.25)"),
-    "from": ("prior", "SWEEP|FILE", "begin at the law of an earlier sweep, or of a file of optim=fitted"),
-    "key": ("key", "KEY", "the number that is searched (default: optim.lr), such as optim.weight_decay"),
-    "range": ("range", "LOW..HIGH", "the key lies there"),
-    "seeds": ("seeds", "N", "the most of one learning rate (default: 8)"),
-}
-# Flag -> the override that it stands for, help.
-SWITCHES = {
-    "compare": ("compare=true", "spend on the difference of the arms, each at its own best value"),
-    "law": ("law=true", "make runs at three of the batch sizes; the law through them answers for the others"),
-    "yes": ("ask=false", "start without a question, also if it will take more than an hour"),
-    "json": ("json=true", "print one JSON object at the end, and all else to stderr"),
-}
 NOUNS = ("run", "runs", "token", "tokens")
 
 
@@ -49,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     keys += [override for flag, (override, _) in SWITCHES.items() if values[flag]]
     others += ["--dry-run"] if args.dry_run else []
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
-    train.main([*multirun, *others, SWEEPER, *(f"hydra.sweeper.{key}" for key in keys)])
+    train.main([*multirun, *others, SWEEPER, *(f"{PREFIX}{key}" for key in keys)])
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

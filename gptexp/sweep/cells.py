@@ -29,6 +29,7 @@ from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import Config, fields_of, hashed, result_deciding
+from gptexp.config.search_flags import FLAGS, PREFIX, SWEEPER, SWITCHES
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
@@ -43,9 +44,6 @@ from gptexp.sweep.space import swept_keys, with_arguments
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
 TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "encoding", "separator", "val_path")
 READABLE_CHARS = 80  # largest length of a directory name, without the hash
-SEARCH, OPTION = "hydra/sweeper=tune", "hydra.sweeper."  # the override that `gptexp tune` stands for; of its options
-FLAGS = {"budget": "budget", "within": "within", "prior": "from", "key": "key", "range": "range", "seeds": "seeds"}
-SWITCHES = {"law=true": "law", "compare=true": "compare", "ask=false": "yes", "json=true": "json"}
 
 
 @dataclass(frozen=True)
@@ -294,21 +292,23 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
 def command(config: DictConfig) -> list[str]:
     """The arguments of gptexp that start or continue the sweep of `config`; of a search those of `gptexp tune`."""
     given = [text for text in config.hydra.overrides.hydra if text != "hydra.mode=MULTIRUN"]
-    is_search = SEARCH in given
+    is_search = SWEEPER in given
     flags = {text: _as_flag(text) if is_search else [] for text in given}
     begin = ["tune", *itertools.chain(*flags.values())] if is_search else ["train", "-m"]
-    others = [text for text in given if not flags[text] and not (is_search and text == SEARCH)]
+    others = [text for text in given if not flags[text] and not (is_search and text == SWEEPER)]
     return [*begin, *config_flags(config.hydra), *others, *as_typed(config.hydra.overrides.task)]
 
 
 def _as_flag(override: str) -> list[str]:
     """The flag of `gptexp tune` for an override, with its value; empty if there is none."""
-    key, _, value = override.removeprefix(OPTION).partition("=")
-    if not override.startswith(OPTION) or not re.fullmatch(r"[\w./~:+-]+", value):  # quotes and blanks stay as typed
+    option = override.removeprefix(PREFIX)
+    key, _, value = option.partition("=")
+    if not override.startswith(PREFIX) or not re.fullmatch(r"[\w./~:+-]+", value):  # quotes and blanks stay as typed
         return []
-    if switch := SWITCHES.get(f"{key}={value}"):
-        return [f"--{switch}"]
-    return [f"--{FLAGS[key]}", value] if key in FLAGS and not value.startswith("-") else []
+    flags = [[f"--{flag}"] for flag, (stands_for, _) in SWITCHES.items() if stands_for == option]
+    if not value.startswith("-"):
+        flags += [[f"--{flag}", value] for flag, (stands_for, _, _) in FLAGS.items() if stands_for == key]
+    return flags[0] if flags else []
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:

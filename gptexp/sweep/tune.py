@@ -16,9 +16,7 @@ from statistics import median
 from typing import Any, get_args
 
 from gptexp.config.budget import Budget, parse_budget, parse_range
-from gptexp.config.scaling import scaled_optim
-from gptexp.config.schema import Config, every_key, result_deciding
-from gptexp.optim.adamw import AdamWConfig
+from gptexp.config.schema import every_key, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, emit, say
 from gptexp.process.words import duration, shown
@@ -30,13 +28,11 @@ from gptexp.reporting.listings.records import (
     config_along,
     find_runs,
     lr_scaling,
-    positive_value,
     read_run,
 )
 from gptexp.reporting.listings.search import why_in_words
 from gptexp.reporting.page.fitted import settings_given, write_optim
 from gptexp.reporting.statistics.analysis import Arm
-from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
 from gptexp.reporting.statistics.tuning import (
     Goal,
     Step,
@@ -51,7 +47,7 @@ from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
-from gptexp.sweep.earlier_law import earlier_law
+from gptexp.sweep.search_prior import Place, Prior, prior_of, searched_value
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
@@ -61,7 +57,6 @@ USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more na
 MOST_SEEDS = 1000
 MARGIN = 1.15  # a run may take so much longer than expected
 REPORT_S, REPORT_SHARE = 10.0, 0.05  # of a budget, kept for the report: seconds, or a smaller share
-SMALLEST_OF_STEP_LAW = 20e6  # parameters without embeddings; the formula was fitted to models of 60 million and more
 
 
 @dataclass
@@ -71,7 +66,7 @@ class Side:
     overrides: tuple[str, ...]  # what tells it from the others
     cells: dict[int, Cell] = field(default_factory=dict)  # batch size -> a cell there, as composed
     spent: int = 0  # tokens of the runs that were chosen for it
-    prior: dict[int, float] = field(default_factory=dict)  # batch size -> where the best learning rate is expected
+    prior: Prior = field(init=False)
     low: float = 0.0  # the searched key lies between these two
     high: float = math.inf
 
@@ -100,13 +95,13 @@ class TuneSweeper(CellSweeper):
         self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
         self.law, self.compares, self.earlier = bool(options["law"]), bool(options["compare"]), options["prior"]
         self.range = None if options["range"] is None else parse_range(options["range"])
-        self.source, self.spread = "", COLD  # of the prior: where it comes from, and its standard deviation in octaves
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
         self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
         self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
-        self.known: dict[Path, Run] = {}  # runs that are done
+        self.runs: list[Run] = []  # as of the newest choice
+        self.known: dict[Path, Run] = {}  # those that are done
         self.steps: dict[tuple[tuple[str, ...], int], Step | Stop | None] = {}  # arm, batch size -> the newest verdict
         self.optima: list[dict[str, Any]] = []  # the best value of each arm and batch size, with its interval
         self.has_news = True  # whether anything has ended since the last choice
@@ -174,8 +169,12 @@ class TuneSweeper(CellSweeper):
             if side is None:
                 self.sides.append(side := Side(arm))
             side.cells[cell.config.batch.total_batch_size] = cell
+        is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
+        place = Place(self.key, is_given, self.range, self.config.batch.total_batch_size)
         for side in self.sides:
-            side.prior = self._prior(side)
+            configs = {batch: cell.config for batch, cell in side.cells.items()}
+            side.prior = prior_of(configs, place, self.earlier)
+            side.low, side.high = self.range or (side.low, side.high)
         self.total = USUAL_RUNS * len(cells)
         self.log = SearchLog(self.directory)
         self.seconds_before = self.log.seconds()
@@ -195,17 +194,18 @@ class TuneSweeper(CellSweeper):
         prior = [
             {"arm": list(side.overrides), "batch": batch, "lr": lr}
             for side in self.sides
-            for batch, lr in side.prior.items()
+            for batch, lr in side.prior.values.items()
         ]
         budget = None if self.budget is None else asdict(self.budget)
         self.log.add(
             "start", key=self.key, within=self.within, budget=budget, law=self.law, compare=self.compares, prior=prior,
-            spread=self.spread,
+            spread=self.sides[0].prior.spread,
         )  # fmt: skip
         for side in self.sides:
-            expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.items()))
+            expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.values.items()))
             of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
-            say(f"--- begins{of_arm} with {expected}: {self.source}, usually off by a factor of {2**self.spread:.1f}")
+            source, factor = side.prior.source, 2**side.prior.spread
+            say(f"--- begins{of_arm} with {expected}: {source}, usually off by a factor of {factor:.1f}")
 
     def choose(self) -> Cell | None:
         if not self.has_news:
@@ -219,7 +219,7 @@ class TuneSweeper(CellSweeper):
         try:
             cell, typed = self._new_cell(side, trial)
         except ConfigError:  # a value that the key's rules refuse, such as a ratio above 1, ends the range
-            usual = side.prior[trial.batch]
+            usual = side.prior.values[trial.batch]
             if trial.lr > usual:
                 side.high = trial.lr / (1 + 10.0**-DIGITS)
             else:
@@ -227,7 +227,7 @@ class TuneSweeper(CellSweeper):
             if not side.low < usual < side.high:
                 raise
             return self.choose()
-        seed, lr = cell.config.train.seed, self._value(cell.config)
+        seed, lr = cell.config.train.seed, searched_value(cell.config, self.key)
         self.decided[cell.directory] = side, replace(trial, lr=lr)
         self.cells.append(cell)
         tokens, seconds = cell.config.run_length[1], self._seconds(trial.batch)
@@ -293,8 +293,8 @@ class TuneSweeper(CellSweeper):
     # --- what to run next ---
     def _choice(self) -> tuple[Side, Step] | None:
         """The next run of the arm that has spent least; None if no further run helps now, or is within the budget."""
-        runs, found = self._runs(), []
-        arms = [Arm({}, set(), [run for run in runs if side.holds(run, self.key)]).curves for side in self.sides]
+        self.runs, found = self._read_runs(), []
+        arms = [Arm({}, set(), [run for run in self.runs if side.holds(run, self.key)]).curves for side in self.sides]
         decided = decided_sizes(arms) if self.compares else None
         for side, curves in zip(self.sides, arms, strict=True):
             running = [trial for of, trial in self.decided.values() if of is side]
@@ -306,7 +306,7 @@ class TuneSweeper(CellSweeper):
             rates = dict.fromkeys(side.cells, self._rates)
             goal = Goal(self.within, self.seeds, rates, closed, side.low, side.high, decided)
             choose = next_law_steps if self.law else next_steps
-            steps = choose(curves, running, goal, side.prior, self.spread)
+            steps = choose(curves, running, goal, side.prior.values, side.prior.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
             # Tokens, not seconds: measured times differ between two commands, and choices must not.
             costs = {batch: float(cell.config.run_length[1]) for batch, cell in side.cells.items()}
@@ -332,7 +332,7 @@ class TuneSweeper(CellSweeper):
         among = next((axis.among for axis in self.space if axis.key == self.key and axis.swept), [])
         return tuple(map(float, among)) if isinstance(among, list) else ()
 
-    def _runs(self) -> list[Run]:
+    def _read_runs(self) -> list[Run]:
         """The runs in the sweep's directory, whoever started them. Each is read again until it is done."""
         if not any(path.is_dir() for path in self.directory.iterdir()):
             return []
@@ -347,38 +347,10 @@ class TuneSweeper(CellSweeper):
 
         return find_runs(self.directory, read)
 
-    def _prior(self, side: Side) -> dict[int, float]:
-        """Where the best value is expected at each batch size: by an earlier law, Step Law, the range or the config."""
-        given = {batch: self._value(cell.config) for batch, cell in side.cells.items()}
-        config = next(iter(side.cells.values())).config
-        if self.earlier is not None:
-            law, self.source, self.spread = earlier_law(Path(self.earlier)), f"the law of {self.earlier}", FITTED
-            return {batch: law(batch) for batch in given}
-        is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
-        self.source = "as given" if is_given else "the config's value"
-        if self.range is not None:
-            low, high = side.low, side.high = self.range
-            if is_given:
-                return given
-            self.source = "the middle of the range"
-            return dict.fromkeys(given, math.sqrt(low * high))
-        if self.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
-            return given
-        parameters = 12 * config.model.n_layer * config.model.n_embd**2
-        if not is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
-            self.source = "Step Law"
-            return {batch: step_law(parameters, cell.config.run_length[1], batch) for batch, cell in side.cells.items()}
-        usual = self.config.batch.total_batch_size  # the batch size that belongs to the learning rate of the files
-        return {batch: lr * (batch / usual) ** SLOPE for batch, lr in given.items()}
-
-    def _value(self, config: Config) -> float:
-        """The value of the searched key; a learning rate as scaled with the batch size."""
-        return scaled_optim(config).lr if self.key == LR else positive_value(result_deciding(config), self.key)
-
     def _new_cell(self, side: Side, trial: Trial) -> tuple[Cell, str]:
         """The cell of a trial, and its learning rate as typed: an earlier one again, or rounded."""
         config = side.cells[trial.batch].config
-        runs = [run for run in self._runs() if side.holds(run, self.key)]
+        runs = [run for run in self.runs if side.holds(run, self.key)]
         same = [run for run in runs if (run.batch, run.lr) == (trial.batch, trial.lr)]
         scale = lr_scaling(result_deciding(config), trial.batch) if self.key == LR else 1.0
         typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{DIGITS}g}"

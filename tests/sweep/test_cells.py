@@ -8,6 +8,7 @@ from sweeps import compose_sweep
 
 from gptexp import tune
 from gptexp.config.compose import compose, composition, hydra_engine
+from gptexp.config.search_flags import FLAGS, SWITCHES
 from gptexp.data.characters import CharTokenizer
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import Compositions, cell_name, command, confounds, fixed_arguments, name_sweep
@@ -72,11 +73,11 @@ def test_the_overrides_common_to_all_cells_are_kept_for_the_next_command() -> No
 def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"budget": "20m", "within": "0.3", "from": "/a/law.yaml", "key": "optim.beta2", "range": "0.5..0.99",
               "seeds": "3"}  # fmt: skip
-    flags = [text for flag in tune.FLAGS for text in (f"--{flag}", values[flag])]
+    flags = [text for flag in FLAGS for text in (f"--{flag}", values[flag])]
     others = ["optim=adamw,muon", "batch.total_batch_size=1024,2048", "hydra.sweep.dir=x", "hydra.sweeper.law=false"]
     stood_for: list[list[str]] = []
     monkeypatch.setattr("gptexp.tune.train.main", stood_for.append)
-    tune.main([*flags, *(f"--{switch}" for switch in tune.SWITCHES if switch != "law"), *others])
+    tune.main([*flags, *(f"--{switch}" for switch in SWITCHES if switch != "law"), *others])
     said = command(composed(*stood_for[0][1:]))
     assert said[0] == "tune"
     assert {*flags, "--compare", "--yes", "--json", *others} == {*said[1:]}
