@@ -51,7 +51,7 @@ RUN_DOF, CELL_DOF = 5.0, 1.5  # degrees of freedom of the t distributions that w
 USUAL = 2.0  # standard deviations within which a run, and the sum of squares of a cell, keep full weight
 FAR = 2.5  # in the first weights, a run further off than so many median heights or sigmas counts less
 TIMES_WEIGHED = 2  # how often the posterior sets the weights
-KNOWN = 3  # with so many seeds beyond the first, the prior of the noise is centred on theirs, not on the usual spread
+KNOWN = 10  # with so many seeds beyond the first, the prior of the noise is centred on theirs, not on the usual spread
 
 # Normal priors of shared parameters: mean, sd. All but `rise` are logs; `sigma`, `height` relative to first guesses.
 PRIORS = {

@@ -32,6 +32,8 @@ FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learn
 GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
+RISE = 4.0  # of a seed's spread: if all losses lie within it, they may be a plateau, and the best rate lies beyond it
+PLATEAU = 2.0  # octaves: so far outside of the best one, at least, a plateau is followed
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
@@ -97,7 +99,7 @@ class Search:
 
     def bracketing(self) -> Step | None:
         """A run outside the learning rates tried, if none of them is known to be too high, or too low."""
-        lr = self._outside() if self.tried else None
+        lr = (self._outside() or self._beyond_a_plateau()) if self.tried else None
         return None if lr is None else Step(Trial(self.batch, lr), "bracket")
 
     def next_step(self) -> Step | Stop | None:
@@ -136,6 +138,20 @@ class Search:
         centre = best if best is not None else self.running[0].lr
         for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
             if math.isclose(end, centre) and (lr := self._beyond(end, factor)) is not None:
+                return lr
+        return None
+
+    def _beyond_a_plateau(self) -> float | None:
+        """A learning rate far outside, if no loss is higher than the lowest one by more than seeds explain."""
+        means = {lr: fmean(losses) for lr, losses in self.losses.items()}
+        if self.diverged or self.running or not means:
+            return None
+        best, has_seeds = min(means, key=lambda lr: means[lr]), any(len(losses) > 1 for losses in self.losses.values())
+        sigma = self.curves.fits[self.batch].sigma if has_seeds and len(means) > 1 else self.curves.usual_spread
+        if max(means.values()) - means[best] > RISE * sigma:
+            return None
+        for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
+            if abs(math.log2(end / best)) < PLATEAU and (lr := self._beyond(end, factor**2)) is not None:
                 return lr
         return None
 
