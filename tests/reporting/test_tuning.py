@@ -1,0 +1,95 @@
+"""Which run a search makes next, from losses alone: brackets, plateaus, repeats, and how much a run will tell."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gptexp.reporting.statistics.curves import fit_curves
+from gptexp.reporting.statistics.tuning import Goal, Search, Step, Trial, most_useful, next_steps, variance_left
+
+BATCH, SPREAD = 1024, 0.01
+Losses = dict[float, float]
+
+
+def next_lr(
+    losses: Losses, diverged: tuple[float, ...] = (), running: tuple[float, ...] = (), **goal: Any
+) -> float | None:
+    """The learning rate of the run that brackets the optimum next; None if it is bracketed."""
+    curves = fit_curves({BATCH: {lr: [loss] for lr, loss in losses.items()}}, {BATCH: diverged}, SPREAD)
+    search = Search(curves, BATCH, [Trial(BATCH, lr) for lr in running], Goal(0.25, 1, **goal))
+    step = search.bracketing()
+    return None if step is None else step.trial.lr
+
+
+@pytest.mark.parametrize(
+    ("losses", "diverged", "running", "wanted"),
+    [
+        ({4.0: 3.1, 8.0: 3.0, 16.0: 3.2}, (), (), None),
+        ({8.0: 3.0}, (), (), 16.0),
+        ({8.0: 3.0, 16.0: 3.2}, (), (), 4.0),
+        ({8.0: 3.0, 16.0: 2.8}, (), (), 32.0),
+        ({4.0: 2.9, 8.0: 3.0, 16.0: 3.2}, (), (), 2.0),
+        ({8.0: 3.0}, (16.0,), (), 4.0),  # a run that diverged is too high
+        ({4.0: 3.1, 8.0: 3.0}, (16.0,), (), None),
+        ({}, (8.0,), (), 4.0),
+        ({}, (4.0, 8.0), (), 2.0),
+        ({}, (), (8.0,), 16.0),  # while it runs, the next places go to both sides
+        ({}, (), (8.0, 16.0), 4.0),
+    ],
+)
+def test_an_optimum_is_bracketed_by_octaves(
+    losses: Losses, diverged: tuple[float, ...], running: tuple[float, ...], wanted: float | None
+) -> None:
+    assert next_lr(losses, diverged, running) == wanted
+
+
+def test_a_search_begins_where_the_prior_expects_the_best_learning_rate() -> None:
+    steps = next_steps(fit_curves({}, {}, SPREAD), [], Goal(0.25, 1), {BATCH: 8.0}, 0.85)
+    assert steps == {BATCH: Step(Trial(BATCH, 8.0), "first")}
+
+
+def test_learning_rates_stay_within_limits_and_lists() -> None:
+    assert next_lr({8.0: 3.0}, high=10.0) == pytest.approx(10.0)
+    assert next_lr({8.0: 3.0, 10.0: 2.9}, high=10.0) is None
+    assert next_lr({8.0: 3.0}, rates={BATCH: (1.0, 8.0, 20.0)}) == 20.0
+
+
+def test_a_plateau_is_followed_two_octaves_on_each_side() -> None:
+    """Where nothing trains, or all diverge slowly, seeds decide which of three losses is lowest."""
+    plateau = {4.0: 3.01, 8.0: 3.0, 16.0: 3.02}
+    assert next_lr(plateau) == pytest.approx(64.0)
+    assert next_lr(plateau | {64.0: 3.01}) == pytest.approx(1.0)
+    assert next_lr(plateau | {64.0: 3.01, 1.0: 2.5}) == pytest.approx(0.5)  # the optimum lies there
+    assert next_lr(plateau | {64.0: 3.01, 1.0: 3.01}) is None
+    for steep in (plateau | {16.0: 3.2}, plateau | {64.0: 3.2}, plateau | {1.0: 3.2}):
+        assert next_lr(steep) is None
+    assert next_lr(plateau, diverged=(32.0,)) is None
+
+
+def test_the_variance_that_a_run_leaves_is_that_of_a_normal_distribution() -> None:
+    rng = np.random.default_rng(0)
+    root = rng.standard_normal((4, 4))  # of the optimum and of the losses at three learning rates
+    draws = rng.standard_normal((500_000, 4)) @ root.T
+    noise = np.array([0.5, 1.0, 2.0])
+    posterior = SimpleNamespace(loss=lambda batch, x: draws[:, 1:], noise=lambda batch, x: np.tile(noise, (2, 1)))
+    fit: Any = SimpleNamespace(batch=BATCH, posterior=posterior)
+    shares = variance_left(fit, draws[:, 0], [1.0], [2.0, 4.0])  # a run at the first one goes on
+    covariance = root @ root.T + np.diag([0, *noise**2])
+
+    def left(known: list[int]) -> float:
+        gained = np.linalg.solve(covariance[np.ix_(known, known)], covariance[known, 0])
+        return float(covariance[0, 0] - covariance[0, known] @ gained)
+
+    assert shares == pytest.approx([left([1, i]) / left([1]) for i in (2, 3)], abs=0.01)
+
+
+def test_brackets_come_first_and_then_the_most_octaves_for_the_cost() -> None:
+    narrow = {1: Step(Trial(1, 1.0), "narrow", 1.0, 0.5), 2: Step(Trial(2, 1.0), "narrow", 1.0, 0.25)}
+    costs = {1: 1.0, 2: 3.0, 3: 9.0}
+    bracket = Step(Trial(3, 1.0), "bracket")
+    assert most_useful({**narrow, 3: bracket}, costs, {1, 2, 3}) is bracket
+    assert most_useful({**narrow, 3: "flat"}, costs, {1, 2}) is narrow[1]
+    assert most_useful(narrow, {1: 1.0, 2: 1.0}, {1, 2}) is narrow[2]
+    assert most_useful({1: "flat", 2: None}, costs, {1, 2}) is None
