@@ -11,7 +11,7 @@ Nothing here depends on time or chance: the same results always lead to the same
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
@@ -37,6 +37,7 @@ PLATEAU = 2.0  # octaves: so far outside of the best one, at least, a plateau is
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
+SMALLEST_GAIN_OF_ALL = 0.85  # the same of all runs together that may be made
 
 Why = Literal["first", "bracket", "narrow", "noise"]
 Stop = Literal["narrow", "flat", "exhausted", "law", "decided"]
@@ -192,9 +193,16 @@ class Search:
         then = max(now * math.sqrt(float(shares[best])), narrowest)
         if is_first_seed:
             return Step(candidates[best], "noise", now, then)
-        if then > SMALLEST_GAIN * now:
+        if then > SMALLEST_GAIN * now or self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2:
             return None if self.running else "exhausted"
         return Step(candidates[best], "narrow", now, then)
+
+    def _left_by_all(self, fit: BatchFit, draws: Array, candidates: Sequence[Trial]) -> float:
+        """Which share of the variance of `draws` is left once each candidate has as many seeds as it may have."""
+        seeds = [1.0] * len(self.running) + [float(self.goal.seeds - trial.repeat) for trial in candidates]
+        joint = _covariance(fit, draws, [trial.lr for trial in (*self.running, *candidates)], seeds)
+        known = _conditioned(joint, range(1, 1 + len(self.running)))
+        return float(_conditioned(known, range(1 + len(self.running), len(joint)))[0, 0] / known[0, 0])
 
     def _candidates(self, fit: BatchFit) -> Iterator[Trial]:
         """The runs that may narrow the interval: learning rates between and just outside of the others, and seeds."""
@@ -235,17 +243,28 @@ def variance_left(fit: BatchFit, draws: Array, running: Sequence[float], candida
     `draws` are those of the optimum, or of the loss there. The share is one of the variance that is expected once the
     runs at `running` have ended.
     """
-    x = np.log2([*running, *candidates])
-    losses = fit.posterior.loss(fit.batch, x)
-    noise = np.median(fit.posterior.noise(fit.batch, x), axis=0) ** 2
-    joint = np.cov(np.column_stack([draws, losses]).T)
-    joint[np.arange(1, len(joint)), np.arange(1, len(joint))] += noise
-    for known in range(1, len(running) + 1):  # condition on each running one
-        joint = joint - np.outer(joint[:, known], joint[known]) / joint[known, known]
-        joint[known, known] = 1.0
+    joint = _covariance(fit, draws, [*running, *candidates], [1.0] * (len(running) + len(candidates)))
+    joint = _conditioned(joint, range(1, 1 + len(running)))
     first = 1 + len(running)
     gained = joint[0, first:] ** 2 / np.diag(joint)[first:]
     return np.asarray(np.clip(1 - gained / joint[0, 0], 0.0, 1.0))
+
+
+def _covariance(fit: BatchFit, draws: Array, lrs: Sequence[float], seeds: Sequence[float]) -> Array:
+    """The covariance of `draws` and of the mean losses of `seeds` runs at each of the learning rates `lrs`."""
+    x = np.log2(lrs)
+    joint = np.cov(np.column_stack([draws, fit.posterior.loss(fit.batch, x)]).T)
+    noise = np.median(fit.posterior.noise(fit.batch, x), axis=0)
+    joint[np.arange(1, len(joint)), np.arange(1, len(joint))] += noise**2 / seeds
+    return np.asarray(joint)
+
+
+def _conditioned(joint: Array, known: Iterable[int]) -> Array:
+    """The covariance once these of its variables are known."""
+    for number in known:
+        joint = joint - np.outer(joint[:, number], joint[number]) / joint[number, number]
+        joint[number, number] = 1.0
+    return joint
 
 
 def next_steps(
