@@ -21,6 +21,7 @@ from gptexp.config.compose import composition, hydra_engine
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config
 from gptexp.reporting.page.report import build_report
+from gptexp.reporting.statistics.forms import FORMS
 from gptexp.reporting.words.answers import Answer
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import read_events
@@ -156,6 +157,11 @@ class Search:
         """Octaves from the true best learning rate."""
         assert answer.lr is not None
         return math.log2(answer.lr / self.surface.best[answer.total_batch_size])
+
+
+def fit_one_form(patch: pytest.MonkeyPatch) -> None:
+    """Fit the form that the losses have, and no other: faster, for tests of all but the statistics."""
+    patch.setattr("gptexp.reporting.statistics.posterior.FORMS", {"linex": FORMS["linex"]})
 
 
 def searches_in(folder: Path, patch: pytest.MonkeyPatch) -> Callable[..., Search]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from pages import needs_chromium, violations
-from searched import ONE, SIZES, Search, searches_in
+from searched import ONE, SIZES, Search, fit_one_form, searches_in
 
 from gptexp import tune
 from gptexp.reporting.page.report import Report, build_report
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Search]]:
     with pytest.MonkeyPatch.context() as patch:
+        fit_one_form(patch)
         patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
         yield searches_in(tmp_path_factory.mktemp("searches"), patch)
 

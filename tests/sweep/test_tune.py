@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from searched import ONE, SIZES, SMALL, Search, searches_in
+from searched import ONE, SIZES, SMALL, Search, fit_one_form, searches_in
 
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.process.errors import ConfigError
@@ -22,7 +22,9 @@ def holds(answer: Answer, lr: float) -> bool:
 
 
 @pytest.fixture
-def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
+def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Search]:
+    if request.node.get_closest_marker("e2e") is None:
+        fit_one_form(monkeypatch)
     return searches_in(tmp_path, monkeypatch)
 
 

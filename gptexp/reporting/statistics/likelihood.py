@@ -10,7 +10,7 @@ At batch size j the loss of a run at x = log2(lr) is
   misfit cannot turn a point far above the minimum into the minimum.
 - The standard deviation of the noise is sigma_j 2^(rise d). Here d is the distance in octaves from the learning rate
   with the lowest mean, at most `NOISE_REACH`. On real sweeps noise rises with the learning rate. sigma_j^2 has an
-  inverse gamma prior around sigma^2, so a batch size with few seeds takes its noise mostly from the others.
+  inverse gamma prior around a power of the batch size, so one with few seeds takes its noise mostly from the others.
 
 Given the shared parameters and m_j, the losses are linear in c_j, a_j and t_j. Their integrals have a closed form
 (with a_j >= 0). The integral over sigma_j is a mean over quantiles of its posterior given the seeds.
@@ -35,7 +35,7 @@ BEYOND = 3.0  # octaves beyond the tested learning rates up to which an optimum 
 BEYOND_SD = 1.2  # octaves: the prior of the optimum is flat between the tested rates, and has normal tails outside
 NOISE_REACH = 2.0  # octaves from the learning rate with the lowest mean, beyond which the noise is constant
 SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
-NOISE_DOF = 3.0  # degrees of freedom of the prior of sigma_j^2 around the shared sigma^2
+NOISE_DOF = 3.0  # degrees of freedom of the prior of sigma_j^2 around the usual sigma^2
 NOISE_LEVELS = 3
 HEIGHT_SPREAD = 0.7  # standard deviation of a_j around the shared height, as a share of that height
 MISFIT_REACH, LARGEST_MISFIT = 0.7, 0.6  # distance in octaves beyond which the share of misfit grows; the largest share
@@ -116,10 +116,10 @@ def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float
 
 
 class Shared(NamedTuple):
-    """Parameters that all batch sizes share, each of shape (T,), and the table of h, (T, len(U))."""
+    """Parameters that all batch sizes share, each of shape (T,) but `sigma`, and the table of h, (T, len(U))."""
 
     rise: Array  # octaves by which the noise rises per octave of the learning rate
-    sigma: Array  # nats: the noise at the learning rate with the lowest mean
+    sigma: Array  # (J, T), in nats: the usual noise at the learning rate with the lowest mean
     misfit: Array  # standard deviation of the misfit as a share of a_j h(u), near the minimum
     height: Array  # nats: the shared height, around which the a_j lie
     own_skew: Array  # standard deviation of t_j
@@ -177,7 +177,7 @@ def _noise(cells: Cells, shared: Shared, rise: Array, levels: int) -> tuple[Arra
     """Quantiles of the variance given the seeds (J, T, S), and the log marginal likelihood of the seeds (J, T)."""
     dof = cells.dof
     shape = (NOISE_DOF + dof.sum(1, keepdims=True)) / 2  # (J, 1): shape parameter of the inverse gamma distribution
-    prior = NOISE_DOF * shared.sigma**2 / 2  # (T,)
+    prior = NOISE_DOF * shared.sigma**2 / 2  # (J, T)
     scale = prior + (cells.squares[:, None] / rise).sum(2) / 2  # (J, T)
     seeds = (NOISE_DOF / 2 * np.log(prior) - special.gammaln(NOISE_DOF / 2) + special.gammaln(shape)
              - shape * np.log(scale) - 0.5 * (dof[:, None] * np.log(rise)).sum(2))  # fmt: skip

@@ -51,9 +51,11 @@ RUN_DOF, CELL_DOF = 5.0, 1.5  # degrees of freedom of the t distributions that w
 USUAL = 2.0  # standard deviations within which a run, and the sum of squares of a cell, keep full weight
 FAR = 2.5  # in the first weights, a run further off than so many median heights or sigmas counts less
 TIMES_WEIGHED = 2  # how often the posterior sets the weights
-KNOWN = 10  # with so many seeds beyond the first, the prior of the noise is centred on theirs, not on the usual spread
+KNOWN = 3  # seeds beyond the first that tell which runs of a batch size are outliers
+MANY = 10  # with so many, the prior of the noise is centred on theirs, and not on the usual spread
 
-# Normal priors of shared parameters: mean, sd. All but `rise` are logs; `sigma`, `height` relative to first guesses.
+# Normal priors of shared parameters: mean, sd. All but `rise` and `trend` are logs; `sigma` and `height` are relative to
+# first guesses.
 PRIORS = {
     "rise": (0.3, 0.35),  # octaves of noise per octave of learning rate; 0.6 on a sweep with four seeds a cell
     "sigma": (0.0, 0.5),
@@ -61,6 +63,8 @@ PRIORS = {
     "misfit": (np.log(0.006), 1.5),
     "height": (0.0, 1.2),
     "own_skew": (np.log(0.03), 1.5),  # skews differ between the batch sizes of some real sweeps
+    # Octaves of noise per octave of the batch size: 0.2 and 0.7 on two sweeps of equal tokens (see `noise.py`).
+    "trend": (0.2, 0.3),
 }
 
 
@@ -150,6 +154,7 @@ class _Sample:
         self.cells = cells
         self.usual_sigma, self.usual_height = _first_guesses(cells, usual_spread)
         self.priors = {**PRIORS, **self.form.parameters}
+        self.sizes = np.log2(cells.sizes) - np.mean(np.log2(cells.sizes))
         self.mode: Array = np.zeros(len(self.priors))
         self.root: Array = FIRST_STEP * np.eye(len(self.mode))  # its columns are the steps of finite differences
         self.grid = np.linspace(cells.low - BEYOND, cells.high + BEYOND, FIRST, axis=1)
@@ -160,7 +165,8 @@ class _Sample:
 
     def shared(self, z: Array) -> Shared:
         values = {name: mean + sd * z[:, i] for i, (name, (mean, sd)) in enumerate(self.priors.items())}
-        sigma, height = self.usual_sigma * np.exp(values["sigma"]), self.usual_height * np.exp(values["height"])
+        sigma = self.usual_sigma * np.exp(values["sigma"]) * 2.0 ** (values["trend"] * self.sizes[:, None])
+        height = self.usual_height * np.exp(values["height"])
         table = table_of(self.form, [values[name] for name in self.form.parameters])
         return Shared(values["rise"], sigma, np.exp(values["misfit"]), height, np.exp(values["own_skew"]), table)
 
@@ -265,7 +271,7 @@ def _first_guesses(cells: Cells, usual_spread: float) -> tuple[float, float]:
     dof = cells.dof.sum(1)
     seeded = dof > 0
     sigma = usual_spread
-    if dof.sum() >= KNOWN:
+    if dof.sum() >= MANY:
         sigma = float(np.sqrt(np.median(cells.squares.sum(1)[seeded] / dof[seeded])))
     octaves = np.maximum(1.0, (cells.high - cells.low) / 2)
     rises = (np.where(cells.on > 0, cells.mean, -np.inf).max(1) - cells.base) / octaves**2

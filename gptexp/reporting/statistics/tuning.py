@@ -32,7 +32,7 @@ FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learn
 GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
-RISE = 4.0  # of a seed's spread: if all losses lie within it, they may be a plateau, and the best rate lies beyond it
+RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%; the best rate may lie far outside
 PLATEAU = 2.0  # octaves: so far outside of the best one, at least, a plateau is followed
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
@@ -163,6 +163,14 @@ class Search:
         ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
         return lr if is_beyond and ratio <= WIDEST else None
 
+    @property
+    def _noise_is_known(self) -> bool:
+        """Whether seeds have measured the noise at this batch size, or may not."""
+        return self.goal.seeds == 1 or self.curves.by_batch[self.batch].noise_is_known
+
+    def _is_flat(self, fit: BatchFit) -> bool:
+        return self.goal.decided is None and regret(fit) <= FLAT * fit.sigma
+
     def _reached(self, fit: BatchFit) -> Stop | None:
         """Why no further run is needed, if so."""
         if self.goal.seeds > 1 and not self.curves.noise_is_known:
@@ -172,30 +180,36 @@ class Search:
         optimum = self.curves.by_batch[self.batch].optimum
         if optimum is not None and optimum.is_within(EARLY * self.goal.within):
             return "narrow"
-        return "flat" if regret(fit) <= FLAT * fit.sigma else None
+        return "flat" if self._noise_is_known and self._is_flat(fit) else None
 
     def _narrowing(self, fit: BatchFit) -> Step | Stop | None:
-        """The run that lowers the variance of the optimum, or of the loss there, most."""
+        """The run that lowers the variance of the optimum, or of the loss there, most.
+
+        Without a second seed, the noise is a guess, or that of other batch sizes. So one comes first, at one batch size
+        at least, and at each batch size that else would count as flat or exhausted.
+        """
         candidates = list(self._candidates(fit))
+        if not candidates:
+            return None if self.running else "exhausted"
         draws, narrowest = (fit.octaves, NARROWEST) if self.goal.decided is None else (fit.best_losses, SMALLEST_SIGMA)
         low, high = interval(draws)
         now = max(high - low, narrowest)
-        is_first_seed = self.goal.seeds > 1 and not self.curves.noise_is_known
-        if is_first_seed:
+        shares = variance_left(fit, draws, [trial.lr for trial in self.running], [trial.lr for trial in candidates])
+        shares = np.round(shares, 3)  # of equal ones the first: new learning rates come before seeds
+        then = np.maximum(now * np.sqrt(shares), narrowest)
+        best = int(shares.argmin())
+        is_weak = (
+            then[best] > SMALLEST_GAIN * now or self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2
+        )
+        repeats = [number for number, trial in enumerate(candidates) if trial.repeat]
+        if repeats and not self._noise_is_known and (not self.curves.noise_is_known or is_weak or self._is_flat(fit)):
             if any(trial.repeat for trial in self.running):
                 return None
-            candidates = [trial for trial in candidates if trial.repeat] or candidates
-        if not candidates:
+            best = min(repeats, key=lambda number: shares[number])
+            return Step(candidates[best], "noise", now, float(then[best]))
+        if is_weak:
             return None if self.running else "exhausted"
-        shares = variance_left(fit, draws, [trial.lr for trial in self.running], [trial.lr for trial in candidates])
-        # Of equal ones the first: new learning rates come before seeds.
-        best = int(np.argmin(np.round(shares, 3)))
-        then = max(now * math.sqrt(float(shares[best])), narrowest)
-        if is_first_seed:
-            return Step(candidates[best], "noise", now, then)
-        if then > SMALLEST_GAIN * now or self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2:
-            return None if self.running else "exhausted"
-        return Step(candidates[best], "narrow", now, then)
+        return Step(candidates[best], "narrow", now, float(then[best]))
 
     def _left_by_all(self, fit: BatchFit, draws: Array, candidates: Sequence[Trial]) -> float:
         """Which share of the variance of `draws` is left once each candidate has as many seeds as it may have."""
