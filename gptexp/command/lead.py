@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptexp.command.hydra_main import hydra_main
@@ -93,6 +94,8 @@ def readable_name(model: str, config: Config) -> str:
 
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
+    if hydra.mode == RunMode.MULTIRUN and hydra.sweeper.get("key") == "optim.lr":
+        return "the search"
     # Not the composed overrides: those of a cell contain the values of a named grid.
     if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
