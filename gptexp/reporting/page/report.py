@@ -69,6 +69,11 @@ class Report:
         return [(f"{stopped} {how}", list(map(as_command, commands)))]
 
 
+def key_of(search: SearchHistory | None) -> str:
+    """The key whose best value a report is about."""
+    return search.key if search is not None else LR
+
+
 def about(key: str, part: Part) -> Part:
     """A part of a report with the name of `key` in place of "learning rate"; see `records.along`."""
     if key == LR:
@@ -109,7 +114,7 @@ def build_report(
     Raises `ConfigError` if `directory` holds neither.
     """
     search = search_of(directory)
-    key = search.key if search is not None else LR
+    key = key_of(search)
     read = cache(lambda path: along(given(path), key))  # progress and results read each run once
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
