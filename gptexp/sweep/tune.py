@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, get_args
 
 from gptexp.config.budget import FEWEST_RUNS, Budget, parse_budget, parse_range
-from gptexp.config.schema import Config, every_key, result_deciding
+from gptexp.config.schema import Config, every_key, field_problem, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, emit, say
 from gptexp.process.words import duration, listed, shown
@@ -154,6 +154,8 @@ class TuneSweeper(CellSweeper):
         if self._rates and (len(self._rates) < FEWEST_RUNS or min(self._rates) <= 0):
             rule = f"give {FEWEST_RUNS} values above 0 or more, a range (--range LOW..HIGH), or one value to begin at"
             raise ConfigError(f"{self.key}={','.join(map(repr, self._rates))}: {rule}", "too-few-values")
+        if problems := [problem for end in self.range or () if (problem := field_problem(self.key, field, end))]:
+            raise ConfigError(problems)
         if self.key != LR and axis is None and self.range is None:
             rule = f"where does the search begin? Give a value, {self.key}=…, or --range LOW..HIGH"
             raise ConfigError(f"key={self.key}: {rule}", "prior-missing")

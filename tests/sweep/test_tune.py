@@ -181,6 +181,7 @@ def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search])
         ("hydra.sweeper.key=train.max_minutes hydra.sweeper.range=1..5", "not-searchable"),
         ("hydra.sweeper.range=1..0.1", "range-empty"),
         ("hydra.sweeper.range=0.1..1 optim.lr=0.01", "out-of-range"),
+        ("hydra.sweeper.key=optim.beta1 hydra.sweeper.range=0.5..2", "out-of-range"),
         ("optim.lr=1e-3,2e-3", "too-few-values"),
         ("hydra.sweeper.key=optim.weight_decay optim.weight_decay=0,0.1,0.2", "too-few-values"),
         ("hydra.sweeper.law=no", "wrong-type"),
@@ -276,3 +277,21 @@ def test_the_time_of_a_run_is_that_of_its_arm(searches: Callable[..., Search]) -
     begin = search.clock.now
     assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.budget=2600s") == 0
     assert 2040 <= search.clock.now - begin <= 2600
+
+
+def test_a_search_for_another_key_goes_on_by_its_own_command(searches: Callable[..., Search]) -> None:
+    search = searches(key="optim.weight_decay", best={4096: 0.2})
+    options = ["hydra.sweeper.key=optim.weight_decay", "hydra.sweeper.range=0.02..0.5"]
+    assert search.run(ONE, *options, "hydra.sweeper.budget=3runs") == 0
+    [proposal] = build_report(search.folder).further
+    assert {"tune", "--budget", "optim.weight_decay", "0.02..0.5"} <= {*proposal.command.split()}
+    assert "learning rate" not in proposal.why
+
+
+def test_a_batch_size_without_runs_has_an_answer_that_says_why(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run(SIZES, "hydra.sweeper.budget=4runs") == 0
+    answers = {answer.total_batch_size: answer for answer in search.answers}
+    assert {size: answer.stopped for size, answer in answers.items()} == dict.fromkeys((4096, 8192, 16384), "budget")
+    assert len({batch for batch, *_ in search.chosen}) == 2
+    assert all(answer.wanted for answer in answers.values())

@@ -80,7 +80,7 @@ def about(key: str, part: Part) -> Part:
         return part
     changed: Any = part
     if isinstance(part, str):
-        changed = part.replace("learning rate", key)
+        changed = part.replace("learning rates", f"values of {key}").replace("learning rate", key)
     elif isinstance(part, list):
         changed = [about(key, item) for item in part]
     elif isinstance(part, dict):
@@ -124,7 +124,7 @@ def build_report(
         within = search.within if search is not None else WITHIN
     if search is not None:
         search = search.knowing(_widths(search, analysis))
-    further = proposals(analysis, sweep, within, search) if sweep is not None and key == LR else []
+    further = about(key, proposals(analysis, sweep, within, search)) if sweep is not None else []
     return Report(
         directory,
         analysis,

@@ -96,7 +96,9 @@ def answers_of(
             rows.append(Answer(label, batch, "diverged", wanted, stopped=stopped))
     if rows:
         begun = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
-        for batch in sorted(sizes - begun):
+        begun |= {row.total_batch_size for row in rows}
+        searched = {batch for _, batch in search.prior} if search is not None else set()
+        for batch in sorted((sizes | searched) - begun):
             reasons = {why for (_, of), why in search.stopped.items() if of == batch} if search is not None else set()
             stopped = reasons.pop() if len(reasons) == 1 else ""
             wanted = WANTED.get(stopped, "its first runs")
