@@ -7,13 +7,12 @@ Training starts in one of three ways; each rank runs gptexp.run.rank:
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptexp.command.hydra_main import hydra_main
@@ -94,10 +93,14 @@ def readable_name(model: str, config: Config) -> str:
 
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
-    if hydra.mode == RunMode.MULTIRUN and hydra.sweeper.get("key") == "optim.lr":
+
+    def is_among(overrides: Iterable[str]) -> bool:
+        return any(text.lstrip("+").startswith("optim.lr=") for text in overrides)
+
+    if hydra.sweeper.get("key") == "optim.lr" and is_among(hydra.overrides.task):
         return "the search"
     # Not the composed overrides: those of a cell contain the values of a named grid.
-    if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
+    if is_among(sys.argv):
         return "the command line"
 
     def option_with(key: str, *groups: str) -> str | None:
