@@ -28,6 +28,7 @@ from gptexp.reporting.listings.records import (
     config_along,
     find_runs,
     lr_scaling,
+    of_arm,
     read_run,
 )
 from gptexp.reporting.listings.search import why_in_words
@@ -74,17 +75,12 @@ class Side:
     def holds(self, run: Run, key: str) -> bool:
         """Whether a run, read `along` the searched `key`, belongs to it."""
         cell = self.cells.get(run.batch)
-        return cell is not None and _compared(run.config) == _compared(config_along(result_deciding(cell.config), key))
+        return cell is not None and of_arm(run.config) == of_arm(config_along(result_deciding(cell.config), key))
 
 
 def tokens_of(config: Config) -> int:
     """The tokens that a run trains; its last step is a whole one."""
     return config.batch.step_sizes.tokens_after(config.run_length[0])
-
-
-def _compared(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys in which all runs of an arm agree. The size of a vocabulary is `auto` before a run has begun."""
-    return {key: value for key, value in config.items() if key not in (*AXES, "model.vocab_size")}
 
 
 class TuneSweeper(CellSweeper):

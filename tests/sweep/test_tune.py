@@ -9,7 +9,9 @@ from searched import ONE, SIZES, SMALL, Search, searches_in
 
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.process.errors import ConfigError
+from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.search import search_of
+from gptexp.reporting.listings.search_progress import search_progress
 from gptexp.reporting.page.report import build_report, key_of
 from gptexp.reporting.words.answers import Answer, table_of_answers
 from gptexp.storage import run_dir
@@ -82,6 +84,11 @@ def test_runs_of_a_grid_and_by_hand_count(searches: Callable[..., Search]) -> No
         directory = search.folder / f"by-hand-{number}"
         run_dir.save_config(directory, config)
         search.train(directory, config)
+    assert search.run(ONE, "hydra.sweeper.budget=3runs") == 0
+    progress = search_progress(search.folder)
+    assert progress is not None
+    [place] = progress.places
+    assert place.lowest_lr == min((run.loss, run.lr) for run in find_runs(search.folder) if run.loss is not None)[1]
     assert search.run(ONE) == 0
     assert len(search.chosen) < len(alone.chosen)
     assert abs(search.off(search.answers[0])) <= 0.25
