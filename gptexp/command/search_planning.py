@@ -33,10 +33,10 @@ def confirm_search(sweeper: CellSweeper) -> bool:
 
 
 def print_search(grid: Grid) -> list[Plan]:
-    """Print the plan of a search, and return those of a run at each arm and batch size, with the times of a few steps.
+    """Print the plan of a search, and return those of a run at each arm and batch size that has runs.
 
-    The sweeper gets these times. Raises `ConfigError` for runs that are illegal, and if the budget holds fewer than
-    three.
+    A few steps give their times, and the sweeper gets them too. Raises `ConfigError` for runs that are illegal, and if
+    the budget holds fewer than three.
     """
     assert isinstance(grid.sweeper, TuneSweeper)
     cells = plan_sweep(grid.drafts)
@@ -48,12 +48,16 @@ def print_search(grid: Grid) -> list[Plan]:
         if planned.time is not None:
             place = grid.sweeper.arm_of(draft.values), planned.run.batch.total_batch_size
             grid.sweeper.estimates[place] = planned.time.total_s
+    if grid.sweeper.law:  # it has runs at the ends and near the middle
+        sizes = sorted({planned.run.batch.total_batch_size for planned in plans})
+        chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+        plans = [planned for planned in plans if planned.run.batch.total_batch_size in chosen]
     say(*search_lines(plans, grid.sweeper, grid.at_once or 1))
     return plans
 
 
 def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> list[str]:
-    """The plan in words. `plans`: one for each arm and batch size."""
+    """The plan in words. `plans`: one for each arm and batch size that has runs."""
     budget = sweeper.budget
     usual, least, most = (factor * len(plans) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS))
     tokens = [planned.run.tokens for planned in plans]
@@ -69,10 +73,14 @@ def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> l
         raise ConfigError(f"budget={budget}: {rule}", "budget-too-small")
     if budget is not None and budget.amount < (of_all[budget.unit] or 0.0):
         warn(f"warning: the budget of {budget} ends before each batch size has three runs")
-    sizes = ", ".join(f"{planned.run.batch.total_batch_size:,}" for planned in plans)
+    what = "the law of the best" if sweeper.law else "the best"
+    sizes = ", ".join(dict.fromkeys(f"{planned.run.batch.total_batch_size:,}" for planned in plans))
     return titled(
         [
-            ("search", f"the best {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave"),
+            (
+                "search",
+                f"{what} {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave",
+            ),
             ("runs", f"about {usual}, {least} to {most}, of {min(tokens):,} tokens each"),
             ("time", took),
             ("at most", str(budget) if budget is not None else "no budget was given"),
