@@ -41,7 +41,12 @@ class SearchLog:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
-        self.events = list(read_events(directory))
+        self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The events so far, those of other commands too."""
+        self.events = list(read_events(self.path.parent))
+        return self.events
 
     def add(self, event: str, **values: Any) -> None:
         """Append an event. Raises `StorageError` if it cannot be written."""

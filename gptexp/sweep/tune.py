@@ -103,6 +103,7 @@ class TuneSweeper(CellSweeper):
         self.range = None if options["range"] is None else parse_range(options["range"])
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
+        self.chosen: dict[str, dict[str, Any]] = {}  # name of a cell -> the event of its choice, by any command
         self.estimates: dict[tuple[tuple[str, ...], int], float] = {}  # arm, batch size -> predicted seconds of a run
         self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
@@ -213,20 +214,7 @@ class TuneSweeper(CellSweeper):
         self.total = USUAL_RUNS * len(cells)
         self.log = SearchLog(self.directory)
         self.seconds_before = self.log.seconds()
-        self.chosen = [event for event in self.log.events if event["event"] == "choose"]
-        by_arm = {side.overrides: side for side in self.sides}
-        for event in self.chosen:
-            side = by_arm.get(tuple(map(str, event["arm"])))
-            if side is None or event["batch"] not in side.cells:
-                continue
-            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
-            if cell.name != event["cell"]:  # it was another run, such as one of another length
-                continue
-            side.spent += event["tokens"]
-            self.cells.append(cell)
-            if not self.skips(cell):
-                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
-                self.waiting.append(cell)
+        self._recall()
         self.total = len(self.waiting) + self.to_choose()
         prior = [
             {"arm": list(side.overrides), "batch": batch, "lr": lr}
@@ -244,9 +232,30 @@ class TuneSweeper(CellSweeper):
             source, factor = side.prior.source, 2**side.prior.spread
             say(f"--- begins{of_arm} with {expected}: {source}, usually off by a factor of {factor:.1f}")
 
+    def _recall(self) -> None:
+        """Take over the choices in the log that are not known here: of earlier commands, and of others that run now."""
+        by_arm = {side.overrides: side for side in self.sides}
+        new = {event["cell"]: event for event in self.log.read() if event["event"] == "choose"}
+        for name in [name for name in new if name not in self.chosen]:
+            event = self.chosen[name] = new[name]
+            side = by_arm.get(tuple(map(str, event["arm"])))
+            if side is None or event["batch"] not in side.cells:
+                continue
+            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
+            if cell.name != name:  # it was another run, such as one of another length
+                continue
+            side.spent += event["tokens"]
+            self.cells.append(cell)
+            if not self.skips(cell):
+                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
+                self.waiting.append(cell)
+
     def choose(self) -> Cell | None:
         if not self.has_news:
             return None
+        self._recall()
+        if self.waiting:  # another command has chosen it meanwhile
+            return self.waiting.pop(0)
         if (choice := self._choice()) is None:
             self.has_news = False
             self.log.add("wait", optima=self.optima)
@@ -275,7 +284,7 @@ class TuneSweeper(CellSweeper):
             "known_runs": len(self.known), "tokens": tokens, "seconds": seconds, "optima": self.optima,
         }  # fmt: skip
         self.log.add("choose", **event)
-        self.chosen.append(event)
+        self.chosen[cell.name] = event
         say(f"--- next: {_in_words(step, lr, side, 'nats' if self.compares else 'octaves', seconds)}")
         self.record()
         self.total = self.begun + 1 + self.to_choose()
@@ -285,7 +294,7 @@ class TuneSweeper(CellSweeper):
         """The number of further runs that are expected."""
         if self.is_over:
             return 0
-        runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen]
+        runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen.values()]
         costs: list[float] = []
         for side, batch in [(arm, batch) for arm in self.sides for batch in arm.cells]:
             if not isinstance(self.steps.get((side.overrides, batch)), str):
@@ -314,7 +323,7 @@ class TuneSweeper(CellSweeper):
             say(f"--- {file} is the law; use it with", f"  {as_command(command)}")
         if self.prints_json:
             answers = [] if self.report is None else [asdict(answer) for answer in self.report.answers]
-            tokens = sum(event["tokens"] for event in self.chosen)
+            tokens = sum(event["tokens"] for event in self.chosen.values())
             seconds = round(self.log.seconds(), 1)
             result = {"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}
             emit(json.dumps(run_dir.finite(result)))
@@ -434,7 +443,7 @@ class TuneSweeper(CellSweeper):
         kept = min(REPORT_S, REPORT_SHARE * self.budget.amount)
         spent: dict[str, float] = {
             "runs": len(self.chosen),
-            "tokens": sum(event["tokens"] for event in self.chosen),
+            "tokens": sum(event["tokens"] for event in self.chosen.values()),
             "seconds": self.seconds_before + time.monotonic() - self.begun_at + kept,
         }
         return self.budget.amount - spent[self.budget.unit]

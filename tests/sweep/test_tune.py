@@ -8,6 +8,7 @@ import pytest
 from searched import ONE, SIZES, SMALL, Search, searches_in
 
 from gptexp.config.compose import composition, hydra_engine, to_config
+from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
 from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.search import search_of
@@ -302,3 +303,22 @@ def test_a_batch_size_without_runs_has_an_answer_that_says_why(searches: Callabl
     assert {size: answer.stopped for size, answer in answers.items()} == dict.fromkeys((4096, 8192, 16384), "budget")
     assert len({batch for batch, *_ in search.chosen}) == 2
     assert all(answer.wanted for answer in answers.values())
+
+
+def test_choices_of_another_command_that_runs_now_count(
+    searches: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, train = searches(), Search.train
+
+    def beside_another(self: Search, directory: Path, config: Config) -> int:
+        code, file = train(self, directory, config), self.folder / "tune.jsonl"
+        if len(self.chosen) == 2:
+            [*_, chosen] = (event for event in read_events(self.folder) if event["event"] == "choose")
+            others = [{**chosen, "cell": f"of-another-command-{number}"} for number in range(3)]
+            file.write_text(file.read_text() + "".join(f"{json.dumps(event)}\n" for event in others))
+        return code
+
+    monkeypatch.setattr(Search, "train", beside_another)
+    assert search.run(ONE, "hydra.sweeper.budget=6runs") == 0
+    assert len(search.chosen) == 6
+    assert len([*search.folder.glob("*/config.yaml")]) == 3
