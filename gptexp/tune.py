@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from gptexp import train
 from gptexp.command.arguments import Parser
 from gptexp.config.describe import answer_help
-from gptexp.config.search_flags import FLAGS, PREFIX, SWEEPER, SWITCHES
+from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
 from gptexp.process.terminal import run_verb
 
 NOUNS = ("run", "runs", "token", "tokens")
@@ -29,11 +29,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and run nothing")
     args, others = parser.parse_known_args(_joined(given))
     values = vars(args)
-    keys = [f"{key}={values[flag].replace(' ', '')}" for flag, (key, _, _) in FLAGS.items() if values[flag]]
+    keys = [f"{key}={_option(flag, values[flag])}" for flag, (key, _, _) in FLAGS.items() if values[flag] is not None]
     keys += [override for flag, (override, _) in SWITCHES.items() if values[flag]]
     others += ["--dry-run"] if args.dry_run else []
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
     train.main([*multirun, *others, SWEEPER, *(f"{PREFIX}{key}" for key in keys)])
+
+
+def _option(flag: str, text: str) -> str:
+    """The value of a flag as Hydra reads it."""
+    from gptexp.config.overrides import quoted  # imports Hydra
+
+    return quoted(text) if flag == "from" and not PLAIN.fullmatch(text) else text.replace(" ", "")
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

@@ -48,6 +48,7 @@ class Surface:
     gaps: dict[str, float] = field(default_factory=dict)  # optimizer -> how much higher its losses are
     key: str = "optim.lr"
     seconds: float = 60.0  # of a run
+    slower: dict[str, float] = field(default_factory=dict)  # optimizer -> how many times as long its runs take
     fails: Callable[[Config], bool] = lambda config: False
 
     def loss(self, config: Config) -> float | None:
@@ -117,14 +118,15 @@ class Search:
 
     def train(self, directory: Path, config: Config) -> int:
         """What a run leaves behind."""
-        self.clock.now += self.surface.seconds
+        seconds = self.surface.seconds * self.surface.slower.get(config.optim.name, 1.0)
+        self.clock.now += seconds
         run_dir.write_json(directory / run_dir.EFFECTIVE, {"dtype": {"value": "float32", "reason": ""}})
         if self.surface.fails(config):
             run_dir.write_json(directory / run_dir.SUMMARY, {"status": "failed"})
             return 1
         loss, (_, tokens) = self.surface.loss(config), config.run_length
         status = "diverged" if loss is None else "completed"
-        facts = {"tokens": tokens, "wall_s": self.surface.seconds, "parameters": 10**5, "data_hash": "0"}
+        facts = {"tokens": tokens, "wall_s": seconds, "parameters": 10**5, "data_hash": "0"}
         run_dir.write_json(directory / run_dir.SUMMARY, {"status": status, "final_val_loss": loss, **facts})
         lines = [
             {

@@ -7,7 +7,7 @@ Training starts in one of three ways; each rank runs gptexp.run.rank:
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -93,8 +93,14 @@ def readable_name(model: str, config: Config) -> str:
 
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
+
+    def is_among(overrides: Iterable[str]) -> bool:
+        return any(text.lstrip("+").startswith("optim.lr=") for text in overrides)
+
+    if hydra.sweeper.get("key") == "optim.lr" and is_among(hydra.overrides.task):
+        return "the search"
     # Not the composed overrides: those of a cell contain the values of a named grid.
-    if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
+    if is_among(sys.argv):
         return "the command line"
 
     def option_with(key: str, *groups: str) -> str | None:

@@ -26,9 +26,6 @@ def confirm_search(sweeper: CellSweeper) -> bool:
     if sweeper.prints_json:
         reserve_stdout_for_result()
     plans = print_search(grid_of(sweeper))
-    for planned in plans:
-        if planned.time is not None:
-            sweeper.estimates[planned.run.batch.total_batch_size] = planned.time.total_s
     expected_s = _seconds(plans, USUAL_RUNS, 1)
     if sweeper.budget is not None or not sweeper.asks or expected_s is None or expected_s < ASKED_FROM_S:
         return True
@@ -36,39 +33,54 @@ def confirm_search(sweeper: CellSweeper) -> bool:
 
 
 def print_search(grid: Grid) -> list[Plan]:
-    """Print the plan of a search, and return those of a run at each arm and batch size, with the times of a few steps.
+    """Print the plan of a search, and return those of a run at each arm and batch size that has runs.
 
-    Raises `ConfigError` for runs that are illegal, and if the budget holds fewer than three.
+    A few steps give their times, and the sweeper gets them too. Raises `ConfigError` for runs that are illegal, and if
+    the budget holds fewer than three.
     """
     assert isinstance(grid.sweeper, TuneSweeper)
     cells = plan_sweep(grid.drafts)
     refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
+    grid.sweeper.check_search([draft.config for draft in grid.drafts if draft.config is not None])
     plans = [cell.plan for cell in cells if cell.plan is not None]
     add_times(plans)
+    for draft, planned in zip(grid.drafts, plans, strict=True):
+        if planned.time is not None:
+            place = grid.sweeper.arm_of(draft.values), planned.run.batch.total_batch_size
+            grid.sweeper.estimates[place] = planned.time.total_s
+    if grid.sweeper.law:  # it has runs at the ends and near the middle
+        sizes = sorted({planned.run.batch.total_batch_size for planned in plans})
+        chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+        plans = [planned for planned in plans if planned.run.batch.total_batch_size in chosen]
     say(*search_lines(plans, grid.sweeper, grid.at_once or 1))
     return plans
 
 
 def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> list[str]:
-    """The plan in words. `plans`: one for each arm and batch size."""
+    """The plan in words. `plans`: one for each arm and batch size that has runs."""
     budget = sweeper.budget
     usual, least, most = (factor * len(plans) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS))
     tokens = [planned.run.tokens for planned in plans]
     times = [_seconds(plans, factor, at_once) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS)]
     took = "" if times[0] is None else "about {}, {} to {}".format(*(duration(seconds or 0.0) for seconds in times))
     need: dict[str, float | None] = {"runs": FEWEST_RUNS, "tokens": FEWEST_RUNS * min(tokens), "seconds": None}
+    of_all = {"runs": least, "tokens": FEWEST_RUNS * sum(tokens), "seconds": times[1]}
     if times[0] is not None:
         need["seconds"] = FEWEST_RUNS * min(planned.time.total_s for planned in plans if planned.time is not None)
     if budget is not None and (needed := need[budget.unit]) is not None and budget.amount < needed:
         three = duration(needed) if budget.unit == "seconds" else f"{needed:,} tokens"
         rule = f"a lowest point needs three runs, {three} here; give more, or shorter runs (train.max_tokens)"
         raise ConfigError(f"budget={budget}: {rule}", "budget-too-small")
-    if budget is not None and budget.unit == "seconds" and times[1] is not None and budget.amount < times[1]:
+    if budget is not None and budget.amount < (of_all[budget.unit] or 0.0):
         warn(f"warning: the budget of {budget} ends before each batch size has three runs")
-    sizes = ", ".join(f"{planned.run.batch.total_batch_size:,}" for planned in plans)
+    what = "the law of the best" if sweeper.law else "the best"
+    sizes = ", ".join(dict.fromkeys(f"{planned.run.batch.total_batch_size:,}" for planned in plans))
     return titled(
         [
-            ("search", f"the best {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave"),
+            (
+                "search",
+                f"{what} {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave",
+            ),
             ("runs", f"about {usual}, {least} to {most}, of {min(tokens):,} tokens each"),
             ("time", took),
             ("at most", str(budget) if budget is not None else "no budget was given"),

@@ -1,7 +1,10 @@
 """The flags of `gptexp tune`, and the options of its sweeper that they stand for (conf/hydra/sweeper/tune.yaml)."""
 
+import re
+
 SWEEPER = "hydra/sweeper=tune"
 PREFIX = "hydra.sweeper."  # of the options
+PLAIN = re.compile(r"[\w./~:+-]+", re.ASCII)  # a value that Hydra reads without quotes
 # Flag -> option, name of its value, help.
 FLAGS = {
     "budget": ("budget", "AMOUNT", "20m, 8h, 200M tokens or 30 runs, for all commands of the search together"),

@@ -25,6 +25,15 @@ from gptexp.storage import run_dir
 from gptexp.storage.reader import open_text, parse_json
 
 FILE = "tune.jsonl"
+NUMBER = (int, float)
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {  # what each event has, and its type
+    "start": {"key": str},
+    "choose": {"cell": str, "arm": list, "batch": int, "lr": NUMBER, "typed": str, "seed": int, "repeat": int,
+               "why": str, "tokens": int, "optima": list},
+    "wait": {"optima": list},
+    "end": {"cell": str},
+    "stop": {"stopped": list, "optima": list},
+}  # fmt: skip
 
 
 class SearchLog:
@@ -32,7 +41,12 @@ class SearchLog:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
-        self.events = list(read_events(directory))
+        self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The events so far, those of other commands too."""
+        self.events = list(read_events(self.path.parent))
+        return self.events
 
     def add(self, event: str, **values: Any) -> None:
         """Append an event. Raises `StorageError` if it cannot be written."""
@@ -40,8 +54,10 @@ class SearchLog:
         run_dir.refuse_link(self.path)
         with run_dir.storage(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(run_dir.finite(entry)) + "\n")
+            with self.path.open("a+b") as file:
+                file.seek(max(0, file.tell() - 1))
+                is_torn = file.read(1) not in (b"", b"\n")  # a power cut can leave a line without its end
+                file.write(b"\n" * is_torn + json.dumps(run_dir.finite(entry)).encode() + b"\n")
         self.events.append(entry)
 
     def seconds(self) -> float:
@@ -68,7 +84,14 @@ def read_events(directory: Path) -> Iterator[dict[str, Any]]:
                     event = parse_json(line)
                 except ValueError:
                     continue
-                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                if isinstance(event, dict) and _is_whole(event):
                     yield event
     except OSError:
         return
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    fields = FIELDS.get(str(event.get("event")))
+    return fields is not None and all(
+        isinstance(event.get(name), kind) for name, kind in {"time": NUMBER, **fields}.items()
+    )

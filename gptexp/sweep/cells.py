@@ -29,7 +29,7 @@ from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import Config, fields_of, hashed, result_deciding
-from gptexp.config.search_flags import FLAGS, PREFIX, SWEEPER, SWITCHES
+from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
@@ -303,7 +303,7 @@ def _as_flag(override: str) -> list[str]:
     """The flag of `gptexp tune` for an override, with its value; empty if there is none."""
     option = override.removeprefix(PREFIX)
     key, _, value = option.partition("=")
-    if not override.startswith(PREFIX) or not re.fullmatch(r"[\w./~:+-]+", value):  # quotes and blanks stay as typed
+    if not override.startswith(PREFIX) or not PLAIN.fullmatch(value):  # quotes and blanks stay as typed
         return []
     flags = [[f"--{flag}"] for flag, (stands_for, _) in SWITCHES.items() if stands_for == option]
     if not value.startswith("-"):

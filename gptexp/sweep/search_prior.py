@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -21,6 +22,7 @@ from gptexp.reporting.statistics.prior import COLD, FITTED, SLOPE, step_law
 from gptexp.storage.reader import read_text
 
 SMALLEST_OF_STEP_LAW = 20e6  # parameters without embeddings; the formula was fitted to models of 60 million and more
+LAWS = "must be a sweep's directory, or a file that gptexp report --write-optim wrote"
 POWER_LAW = re.compile(r"\$\{power_law:\$\{batch\.total_batch_size\},([^,]+),([^,]+),([^,}]+)\}")
 
 
@@ -54,7 +56,11 @@ def prior_of(configs: Mapping[int, Config], place: Place, earlier: str | None) -
     given = {batch: searched_value(config, place.key) for batch, config in configs.items()}
     as_given = Prior(given, "as given" if place.is_given else "the config's value")
     if place.limits is not None:
-        middle = dict.fromkeys(given, math.sqrt(math.prod(place.limits)))
+        low, high = place.limits
+        if place.is_given and not all(low <= value <= high for value in given.values()):
+            rule = f"begins outside of its range {low:g}..{high:g}; leave one of them out"
+            raise ConfigError(f"{place.key}={next(iter(given.values())):g}: {rule}", "out-of-range")
+        middle = dict.fromkeys(given, math.sqrt(low * high))
         return as_given if place.is_given else Prior(middle, "the middle of the range")
     if place.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
         return as_given
@@ -72,23 +78,25 @@ def searched_value(config: Config, key: str) -> float:
     return scaled_optim(config).lr if key == LR else positive_value(result_deciding(config), key)
 
 
+@cache
 def earlier_law(source: Path) -> Callable[[int], float]:
     """A function from the batch size in tokens to the best learning rate. Raises `ConfigError` if there is no law.
 
     A sweep with one bracketed optimum has no law; its optimum and the usual slope stand in for it.
     """
+    if not source.exists():
+        raise ConfigError(f"prior={source}: not found; it {LAWS}", "no-earlier-law")
     return _of_file(source) if source.is_file() else _of_sweep(source)
 
 
 def _of_file(path: Path) -> Callable[[int], float]:
     try:
-        found = POWER_LAW.fullmatch(yaml.safe_load(read_text(path))["optim"]["lr"])
-        assert found is not None
+        found = POWER_LAW.fullmatch(str(yaml.safe_load(read_text(path))["optim"]["lr"]))
+        if found is None:
+            raise ValueError("its optim.lr is no power of the batch size")
         lr, tokens, exponent = map(float, found.groups())
-    except (OSError, ValueError, TypeError, KeyError, AssertionError, yaml.YAMLError) as error:
-        why = first_line(error) or "its optim.lr is no power of the batch size"
-        rule = "must be a sweep's directory, or a file that gptexp report --write-optim wrote"
-        raise ConfigError(f"prior={path}: {rule} ({why})", "no-earlier-law") from None
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ConfigError(f"prior={path}: {LAWS} ({first_line(error)})", "no-earlier-law") from None
     return lambda batch: lr * (batch / tokens) ** exponent
 
 

@@ -9,17 +9,17 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from gptexp.config.budget import Budget, parse_budget, parse_range
-from gptexp.config.schema import every_key, result_deciding
+from gptexp.config.budget import FEWEST_RUNS, Budget, parse_budget, parse_range
+from gptexp.config.schema import Config, every_key, field_problem, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, emit, say
-from gptexp.process.words import duration, shown
+from gptexp.process.words import duration, listed, shown
 from gptexp.reporting.listings.records import (
     AXES,
     LR,
@@ -28,6 +28,7 @@ from gptexp.reporting.listings.records import (
     config_along,
     find_runs,
     lr_scaling,
+    of_arm,
     read_run,
 )
 from gptexp.reporting.listings.search import why_in_words
@@ -45,7 +46,7 @@ from gptexp.reporting.statistics.tuning import (
 )
 from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
-from gptexp.storage.search_log import SearchLog
+from gptexp.storage.search_log import SearchLog, read_events
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
 from gptexp.sweep.search_prior import Place, Prior, prior_of, searched_value
 from gptexp.sweep.space import Axis, Interval
@@ -55,6 +56,7 @@ _, BATCH, SEED = AXES
 DIGITS = 3  # significant digits of a new learning rate
 USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
 MOST_SEEDS = 1000
+SEARCHABLE = ("model.", "optim.", "schedule.", "scaling.")  # other keys change what a loss means, or nothing
 MARGIN = 1.15  # a run may take so much longer than expected
 REPORT_S, REPORT_SHARE = 10.0, 0.05  # of a budget, kept for the report: seconds, or a smaller share
 
@@ -73,12 +75,12 @@ class Side:
     def holds(self, run: Run, key: str) -> bool:
         """Whether a run, read `along` the searched `key`, belongs to it."""
         cell = self.cells.get(run.batch)
-        return cell is not None and _compared(run.config) == _compared(config_along(result_deciding(cell.config), key))
+        return cell is not None and of_arm(run.config) == of_arm(config_along(result_deciding(cell.config), key))
 
 
-def _compared(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys in which all runs of an arm agree. The size of a vocabulary is `auto` before a run has begun."""
-    return {key: value for key, value in config.items() if key not in (*AXES, "model.vocab_size")}
+def tokens_of(config: Config) -> int:
+    """The tokens that a run trains; its last step is a whole one."""
+    return config.batch.step_sizes.tokens_after(config.run_length[0])
 
 
 class TuneSweeper(CellSweeper):
@@ -93,11 +95,16 @@ class TuneSweeper(CellSweeper):
         self.key, self.within = options["key"], options["within"]
         self.seeds = whole_number("hydra.sweeper.seeds", options["seeds"], 1, MOST_SEEDS)
         self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
-        self.law, self.compares, self.earlier = bool(options["law"]), bool(options["compare"]), options["prior"]
+        self.law, self.compares = options["law"], options["compare"]
+        for name in ("law", "compare", "ask", "json"):
+            if not isinstance(options[name], bool):
+                raise ConfigError(f"hydra.sweeper.{name}={shown(options[name])}: must be true or false", "wrong-type")
+        self.earlier = None if options["prior"] is None else str(options["prior"])
         self.range = None if options["range"] is None else parse_range(options["range"])
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
         self.sides: list[Side] = []
-        self.estimates: dict[int, float] = {}  # batch size -> seconds that a run takes, as predicted
+        self.chosen: dict[str, dict[str, Any]] = {}  # name of a cell -> the event of its choice, by any command
+        self.estimates: dict[tuple[tuple[str, ...], int], float] = {}  # arm, batch size -> predicted seconds of a run
         self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
         self.runs: list[Run] = []  # as of the newest choice
@@ -124,20 +131,28 @@ class TuneSweeper(CellSweeper):
                 raise ConfigError(f"{axis.key}: each value is an arm; list them: a,b,c", "interval-of-arms")
         if self.compares and len(self._arms()) < 2:
             raise ConfigError("compare: needs two arms or more, such as optim=adamw,muon", "compare-one-arm")
+        if self.law and not any(axis.swept and axis.key == BATCH for axis in self.space):
+            raise ConfigError(f"law: needs two batch sizes or more, such as {BATCH}=4k,16k,64k", "law-of-one-size")
         self._check_key()
         others = [axis for axis in self.space if not (axis.key == self.key and axis.swept)]
         texts = [[axis.override(value) for value in axis.among] for axis in others if isinstance(axis.among, list)]
         return [list(overrides) for overrides in itertools.product(*texts)]
 
     def _check_key(self) -> None:
-        """Raise `ConfigError` unless the searched key is a number, and it is known where to begin."""
+        """Raise `ConfigError` unless the searched key can have a best value, and it is known where to begin."""
         field = next((f for key, f, _, _ in every_key() if key == self.key), None)
-        if field is None or float not in (field.type, *get_args(field.type)):
-            rule = "a search is for a key with a number, such as optim.weight_decay"
-            raise ConfigError(f"key={shown(self.key)}: {rule}", "not-searchable")
+        is_of_training = str(self.key).startswith(SEARCHABLE)
+        if field is None or not is_of_training or float not in (field.type, *get_args(field.type)):
+            rule = f"a search is for a key of {listed(SEARCHABLE)} with a number that need not be whole"
+            raise ConfigError(f"key={shown(self.key)}: {rule}, such as optim.weight_decay", "not-searchable")
         axis = next((axis for axis in self.space if axis.key == self.key), None)
         if axis is not None and isinstance(axis.among, Interval):
             self.range = axis.among.low, axis.among.high
+        if self._rates and (len(self._rates) < FEWEST_RUNS or min(self._rates) <= 0):
+            rule = f"give {FEWEST_RUNS} values above 0 or more, a range (--range LOW..HIGH), or one value to begin at"
+            raise ConfigError(f"{self.key}={','.join(map(repr, self._rates))}: {rule}", "too-few-values")
+        if problems := [problem for end in self.range or () if (problem := field_problem(self.key, field, end))]:
+            raise ConfigError(problems)
         if self.key != LR and axis is None and self.range is None:
             rule = f"where does the search begin? Give a value, {self.key}=…, or --range LOW..HIGH"
             raise ConfigError(f"key={self.key}: {rule}", "prior-missing")
@@ -150,46 +165,56 @@ class TuneSweeper(CellSweeper):
         swept = [axis for axis in self.space if axis.swept and axis.key not in (self.key, BATCH)]
         return [axis.override(value) for axis in swept if isinstance(axis.among, list) for value in axis.among]
 
+    @property
+    def place(self) -> Place:
+        """What is searched."""
+        is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
+        return Place(self.key, is_given, self.range, self.config.batch.total_batch_size)
+
+    def arm_of(self, values: Mapping[str, str]) -> tuple[str, ...]:
+        """What tells the arm of a cell with these swept values from the others."""
+        return tuple(f"{key}={value}" for key, value in values.items() if key not in (self.key, BATCH))
+
     def count(self, combinations: Sequence[Sequence[str]]) -> int:
         return USUAL_RUNS * len(combinations)
 
     def check(self, cells: Sequence[Cell]) -> None:
-        if lines := confounds([cell.config for cell in cells]):
+        self.check_search([cell.config for cell in cells])
+        super().check(cells)
+
+    def check_search(self, configs: Sequence[Config]) -> None:
+        """Raise `ConfigError` unless runs like those of `configs` can be compared, and with those of earlier commands.
+
+        Also if it is not known where to begin.
+        """
+        if lines := confounds(configs):
             raise ConfigError(lines)
-        if not all(cell.config.data.validates for cell in cells):
+        if not all(config.data.validates for config in configs):
             rule = "a search needs a validation loss; set data.val_tokens above 0"
             raise ConfigError(f"data.val_tokens=0: {rule}", "validation-missing")
-        super().check(cells)
+        keys = {event["key"] for event in read_events(self.directory) if event["event"] == "start"}
+        if others := sorted(keys - {self.key}):
+            rule = f"{self.directory} has the search for {others[0]}; give another sweep.name"
+            raise ConfigError(f"key={self.key}: {rule}", "another-key")
+        for config in configs:
+            prior_of({config.batch.total_batch_size: config}, self.place, self.earlier)
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Read what is known. The `cells` are examples, and only those that the search chooses are run."""
         for cell in cells:
-            arm = tuple(f"{key}={value}" for key, value in cell.values.items() if key not in (self.key, BATCH))
+            arm = self.arm_of(cell.values)
             side = next((side for side in self.sides if side.overrides == arm), None)
             if side is None:
                 self.sides.append(side := Side(arm))
             side.cells[cell.config.batch.total_batch_size] = cell
-        is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
-        place = Place(self.key, is_given, self.range, self.config.batch.total_batch_size)
         for side in self.sides:
             configs = {batch: cell.config for batch, cell in side.cells.items()}
-            side.prior = prior_of(configs, place, self.earlier)
+            side.prior = prior_of(configs, self.place, self.earlier)
             side.low, side.high = self.range or (side.low, side.high)
         self.total = USUAL_RUNS * len(cells)
         self.log = SearchLog(self.directory)
         self.seconds_before = self.log.seconds()
-        self.chosen = [event for event in self.log.events if event["event"] == "choose"]
-        by_arm = {side.overrides: side for side in self.sides}
-        for event in self.chosen:
-            side = by_arm.get(tuple(event["arm"]))
-            if side is None or event["batch"] not in side.cells:
-                continue
-            side.spent += event["tokens"]
-            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
-            self.cells.append(cell)
-            if not self.skips(cell):
-                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
-                self.waiting.append(cell)
+        self._recall()
         self.total = len(self.waiting) + self.to_choose()
         prior = [
             {"arm": list(side.overrides), "batch": batch, "lr": lr}
@@ -207,9 +232,30 @@ class TuneSweeper(CellSweeper):
             source, factor = side.prior.source, 2**side.prior.spread
             say(f"--- begins{of_arm} with {expected}: {source}, usually off by a factor of {factor:.1f}")
 
+    def _recall(self) -> None:
+        """Take over the choices in the log that are not known here: of earlier commands, and of others that run now."""
+        by_arm = {side.overrides: side for side in self.sides}
+        new = {event["cell"]: event for event in self.log.read() if event["event"] == "choose"}
+        for name in [name for name in new if name not in self.chosen]:
+            event = self.chosen[name] = new[name]
+            side = by_arm.get(tuple(map(str, event["arm"])))
+            if side is None or event["batch"] not in side.cells:
+                continue
+            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
+            if cell.name != name:  # it was another run, such as one of another length
+                continue
+            side.spent += event["tokens"]
+            self.cells.append(cell)
+            if not self.skips(cell):
+                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
+                self.waiting.append(cell)
+
     def choose(self) -> Cell | None:
         if not self.has_news:
             return None
+        self._recall()
+        if self.waiting:  # another command has chosen it meanwhile
+            return self.waiting.pop(0)
         if (choice := self._choice()) is None:
             self.has_news = False
             self.log.add("wait", optima=self.optima)
@@ -230,7 +276,7 @@ class TuneSweeper(CellSweeper):
         seed, lr = cell.config.train.seed, searched_value(cell.config, self.key)
         self.decided[cell.directory] = side, replace(trial, lr=lr)
         self.cells.append(cell)
-        tokens, seconds = cell.config.run_length[1], self._seconds(trial.batch)
+        tokens, seconds = tokens_of(cell.config), self._seconds(side, trial.batch)
         side.spent += tokens
         event = {
             "cell": cell.name, "arm": list(side.overrides), "batch": trial.batch, "lr": lr, "typed": typed,
@@ -238,7 +284,7 @@ class TuneSweeper(CellSweeper):
             "known_runs": len(self.known), "tokens": tokens, "seconds": seconds, "optima": self.optima,
         }  # fmt: skip
         self.log.add("choose", **event)
-        self.chosen.append(event)
+        self.chosen[cell.name] = event
         say(f"--- next: {_in_words(step, lr, side, 'nats' if self.compares else 'octaves', seconds)}")
         self.record()
         self.total = self.begun + 1 + self.to_choose()
@@ -248,7 +294,7 @@ class TuneSweeper(CellSweeper):
         """The number of further runs that are expected."""
         if self.is_over:
             return 0
-        runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen]
+        runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen.values()]
         costs: list[float] = []
         for side, batch in [(arm, batch) for arm in self.sides for batch in arm.cells]:
             if not isinstance(self.steps.get((side.overrides, batch)), str):
@@ -277,9 +323,10 @@ class TuneSweeper(CellSweeper):
             say(f"--- {file} is the law; use it with", f"  {as_command(command)}")
         if self.prints_json:
             answers = [] if self.report is None else [asdict(answer) for answer in self.report.answers]
-            tokens = sum(event["tokens"] for event in self.chosen)
+            tokens = sum(event["tokens"] for event in self.chosen.values())
             seconds = round(self.log.seconds(), 1)
-            emit(json.dumps({"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}))
+            result = {"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}
+            emit(json.dumps(run_dir.finite(result)))
         return code
 
     def run(self, signals: list[int]) -> None:
@@ -309,7 +356,7 @@ class TuneSweeper(CellSweeper):
             steps = choose(curves, running, goal, side.prior.values, side.prior.spread)
             self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
             # Tokens, not seconds: measured times differ between two commands, and choices must not.
-            costs = {batch: float(cell.config.run_length[1]) for batch, cell in side.cells.items()}
+            costs = {batch: float(tokens_of(cell.config)) for batch, cell in side.cells.items()}
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
             if (step := most_useful(steps, costs, tried)) is not None:
                 found.append((side, step))
@@ -372,20 +419,22 @@ class TuneSweeper(CellSweeper):
         return cell
 
     # --- what it costs ---
-    def _seconds(self, batch: int) -> float | None:
+    def _seconds(self, side: Side, batch: int) -> float | None:
         """How long a run at a batch size takes: as runs there took, as predicted, or as at other batch sizes."""
-        ended = [(run.batch, float(run.summary["wall_s"])) for run in self.known.values() if run.status == "completed"]
+        runs = [run for run in self.known.values() if run.status == "completed" and side.holds(run, self.key)]
+        ended = [(run.batch, float(run.summary["wall_s"])) for run in runs]
         here = [seconds for size, seconds in ended if size == batch]
         if here:
             return median(here)
-        return self.estimates.get(batch) or (median(seconds for _, seconds in ended) if ended else None)
+        predicted = self.estimates.get((side.overrides, batch))
+        return predicted or (median(seconds for _, seconds in ended) if ended else None)
 
     def _cost(self, side: Side, batch: int) -> float:
         """What one more run costs, in the unit of the budget."""
         if self.budget is not None and self.budget.unit == "seconds":
-            return MARGIN * (self._seconds(batch) or 0.0)
+            return MARGIN * (self._seconds(side, batch) or 0.0)
         in_tokens = self.budget is not None and self.budget.unit == "tokens"
-        return side.cells[batch].config.run_length[1] if in_tokens else 1
+        return tokens_of(side.cells[batch].config) if in_tokens else 1
 
     def _left(self) -> float:
         """What is left of the budget, in its unit."""
@@ -394,7 +443,7 @@ class TuneSweeper(CellSweeper):
         kept = min(REPORT_S, REPORT_SHARE * self.budget.amount)
         spent: dict[str, float] = {
             "runs": len(self.chosen),
-            "tokens": sum(event["tokens"] for event in self.chosen),
+            "tokens": sum(event["tokens"] for event in self.chosen.values()),
             "seconds": self.seconds_before + time.monotonic() - self.begun_at + kept,
         }
         return self.budget.amount - spent[self.budget.unit]

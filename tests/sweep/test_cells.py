@@ -88,6 +88,8 @@ def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypa
     tune.main(said[1:])
     assert sorted(stood_for[2][1:]) == sorted(["hydra/sweeper=tune", *odd])
     assert command(composed("optim.lr=1,2"))[0] == "train"
+    tune.main(["--from", "/a b,c=1.yaml"])
+    assert composed(*stood_for[3][1:]).hydra.sweeper.prior == "/a b,c=1.yaml"
 
 
 @pytest.fixture

@@ -8,10 +8,13 @@ import pytest
 from searched import ONE, SIZES, SMALL, Search, fit_one_form, searches_in
 
 from gptexp.config.compose import composition, hydra_engine, to_config
+from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
+from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.search import search_of
-from gptexp.reporting.page.report import build_report
-from gptexp.reporting.words.answers import Answer
+from gptexp.reporting.listings.search_progress import search_progress
+from gptexp.reporting.page.report import build_report, key_of
+from gptexp.reporting.words.answers import Answer, table_of_answers
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import read_events
 
@@ -84,6 +87,11 @@ def test_runs_of_a_grid_and_by_hand_count(searches: Callable[..., Search]) -> No
         directory = search.folder / f"by-hand-{number}"
         run_dir.save_config(directory, config)
         search.train(directory, config)
+    assert search.run(ONE, "hydra.sweeper.budget=3runs") == 0
+    progress = search_progress(search.folder)
+    assert progress is not None
+    [place] = progress.places
+    assert place.lowest_lr == min((run.loss, run.lr) for run in find_runs(search.folder) if run.loss is not None)[1]
     assert search.run(ONE) == 0
     assert len(search.chosen) < len(alone.chosen)
     assert abs(search.off(search.answers[0])) <= 0.25
@@ -180,24 +188,44 @@ def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search])
         ("hydra.sweeper.compare=true", "compare-one-arm"),
         ("hydra.sweeper.key=optim.weight_decay", "prior-missing"),
         ("hydra.sweeper.key=model.n_layer", "not-searchable"),
+        ("hydra.sweeper.key=train.max_minutes hydra.sweeper.range=1..5", "not-searchable"),
         ("hydra.sweeper.range=1..0.1", "range-empty"),
+        ("hydra.sweeper.range=0.1..1 optim.lr=0.01", "out-of-range"),
+        ("hydra.sweeper.key=optim.beta1 hydra.sweeper.range=0.5..2", "out-of-range"),
+        ("optim.lr=1e-3,2e-3", "too-few-values"),
+        ("hydra.sweeper.key=optim.weight_decay optim.weight_decay=0,0.1,0.2", "too-few-values"),
+        ("hydra.sweeper.law=no", "wrong-type"),
+        ("hydra.sweeper.law=true batch.total_batch_size=4096", "law-of-one-size"),
+        ("hydra.sweeper.prior=5", "no-earlier-law"),
     ],
 )  # fmt: skip
 def test_a_search_that_cannot_work_is_refused(searches: Callable[..., Search], override: str, code: str) -> None:
     search = searches()
     with pytest.raises(ConfigError) as refused:
-        search.run(SIZES, override)
+        search.run(*([] if "total_batch" in override else [SIZES]), *override.split())
     assert refused.value.code == code
     assert not search.folder.exists()
 
 
-def test_the_log_says_what_was_known_and_damaged_lines_are_skipped(searches: Callable[..., Search]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"event": "cho',  # a power cut
+        '{"event": "choose"}\n',
+        '{"event": "start", "time": null, "key": "optim.lr"}\n',
+        '{"event": "choose", "time": 1, "cell": 3, "arm": 5, "batch": "a", "tokens": "q", "typed": 4, "seed": "z"}\n',
+    ],
+)
+def test_the_log_says_what_was_known_and_damaged_lines_are_skipped(
+    searches: Callable[..., Search], damage: str
+) -> None:
     search = searches()
     assert search.run(ONE, killed_after=3) is None
     file = search.folder / "tune.jsonl"
-    file.write_text(file.read_text() + '{"event": "cho')
+    file.write_text(file.read_text() + damage)
     assert search.run(ONE) == 0
-    events = [json.loads(line) for line in file.read_text().splitlines() if not line.startswith('{"event": "cho{')]
+    events = [json.loads(line) for line in file.read_text().splitlines() if line != damage.rstrip()]
+    assert sum(event["event"] == "start" for event in events) == 2
     known = [event["known_runs"] for event in events if event["event"] == "choose"]
     assert known == sorted(known)
     assert known[0] == 0
@@ -228,7 +256,9 @@ def test_another_key_is_searched_within_its_range(searches: Callable[..., Search
     answers = search.answers
     assert [answer.arm for answer in answers] == ["peak lr=0.003", "peak lr=0.01"]
     assert all(abs(search.off(answer)) <= 0.4 for answer in answers)
-    lines = build_report(search.folder).verdict.lines
+    report = build_report(search.folder)
+    assert "best weight_decay" in dict(table_of_answers(report.answers, key_of(report.search)))
+    lines = report.verdict.lines
     assert any("optim.weight_decay" in line for line in lines)
     assert not any("learning rate" in line for line in lines)
 
@@ -238,3 +268,59 @@ def test_a_value_that_the_rules_refuse_ends_the_range(searches: Callable[..., Se
     search = searches(key="optim.beta2", best={4096: 0.95}, diverges=9.0)
     assert search.run(ONE, "hydra.sweeper.key=optim.beta2", "optim.beta2=0.6", "hydra.sweeper.budget=6runs") == 0
     assert all(float(typed) < 1 for _, typed, *_ in search.chosen)
+
+
+def test_choices_of_earlier_commands_hold_for_their_own_runs_only(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run(ONE, "hydra.sweeper.budget=4runs") == 0
+    earlier = {*search.folder.glob("*/config.yaml")}
+    assert search.run(ONE, "train.max_tokens=200000", "hydra.sweeper.budget=7runs") == 0
+    assert len(search.chosen) == 7
+    assert len({*search.folder.glob("*/config.yaml")} - earlier) == 3
+    with pytest.raises(ConfigError) as refused:
+        search.run(ONE, "hydra.sweeper.key=optim.weight_decay", "hydra.sweeper.range=0.01..1")
+    assert refused.value.code == "another-key"
+
+
+def test_the_time_of_a_run_is_that_of_its_arm(searches: Callable[..., Search]) -> None:
+    search = searches(arms={"adamw": 1.0, "lion": 0.125}, slower={"lion": 10.0}, sigma=0.05)
+    begin = search.clock.now
+    assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.budget=2600s") == 0
+    assert 2040 <= search.clock.now - begin <= 2600
+
+
+def test_a_search_for_another_key_goes_on_by_its_own_command(searches: Callable[..., Search]) -> None:
+    search = searches(key="optim.weight_decay", best={4096: 0.2})
+    options = ["hydra.sweeper.key=optim.weight_decay", "hydra.sweeper.range=0.02..0.5"]
+    assert search.run(ONE, *options, "hydra.sweeper.budget=3runs") == 0
+    [proposal] = build_report(search.folder).further
+    assert {"tune", "--budget", "optim.weight_decay", "0.02..0.5"} <= {*proposal.command.split()}
+    assert "learning rate" not in proposal.why
+
+
+def test_a_batch_size_without_runs_has_an_answer_that_says_why(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run(SIZES, "hydra.sweeper.budget=4runs") == 0
+    answers = {answer.total_batch_size: answer for answer in search.answers}
+    assert {size: answer.stopped for size, answer in answers.items()} == dict.fromkeys((4096, 8192, 16384), "budget")
+    assert len({batch for batch, *_ in search.chosen}) == 2
+    assert all(answer.wanted for answer in answers.values())
+
+
+def test_choices_of_another_command_that_runs_now_count(
+    searches: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, train = searches(), Search.train
+
+    def beside_another(self: Search, directory: Path, config: Config) -> int:
+        code, file = train(self, directory, config), self.folder / "tune.jsonl"
+        if len(self.chosen) == 2:
+            [*_, chosen] = (event for event in read_events(self.folder) if event["event"] == "choose")
+            others = [{**chosen, "cell": f"of-another-command-{number}"} for number in range(3)]
+            file.write_text(file.read_text() + "".join(f"{json.dumps(event)}\n" for event in others))
+        return code
+
+    monkeypatch.setattr(Search, "train", beside_another)
+    assert search.run(ONE, "hydra.sweeper.budget=6runs") == 0
+    assert len(search.chosen) == 6
+    assert len([*search.folder.glob("*/config.yaml")]) == 3

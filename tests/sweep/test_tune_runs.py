@@ -14,6 +14,7 @@ from test_jobs import SLURM, needs_submitit
 from test_ray import ON_RAY, needs_ray
 
 from gptexp.storage.search_log import read_events
+from gptexp.sweep.tune import USUAL_RUNS
 
 if TYPE_CHECKING:
     from ray_nodes import Nodes
@@ -82,6 +83,10 @@ def test_a_dry_run_times_the_search_checks_its_budget_and_runs_nothing(
     short = gptexp("tune", *tiny, *BYTES, *LENGTH, "--budget", "20k tokens", "--dry-run")
     assert short.returncode == 2
     assert "[budget-too-small]" in short.stderr
+    sizes = "batch.total_batch_size=128,256,512,1024,2048"
+    law = gptexp("tune", *tiny, *BYTES, *LENGTH, sizes, "--law", "--dry-run")
+    assert law.returncode == 0, law.stderr
+    assert f"about {3 * USUAL_RUNS}, " in law.stdout
     assert not (tmp_path / "outputs").exists()
 
 

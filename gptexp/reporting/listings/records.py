@@ -199,6 +199,11 @@ def config_along(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {**others, "peak lr": config[LR], LR: positive_value(config, key)}
 
 
+def of_arm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in which all runs of an arm agree. The size of a vocabulary is `auto` before a run has begun."""
+    return {key: value for key, value in config.items() if key not in (*AXES, "model.vocab_size")}
+
+
 def positive_value(config: Mapping[str, Any], key: str) -> float:
     """The value of a key that is searched. Raises `ConfigError` unless it is a number above 0."""
     value = config.get(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import counted, duration
-from gptexp.reporting.listings.records import LR, Run, along, find_runs, read_run
+from gptexp.reporting.listings.records import LR, Run, along, find_runs, of_arm, read_run
 from gptexp.reporting.listings.search import Place, SearchHistory, search_of, stopped_in_words
 from gptexp.storage import run_dir
 
@@ -38,7 +38,7 @@ class PlaceProgress:
     runs: int  # that have been chosen
     widths: list[float]  # of the 95% interval, in the order of the runs
     optimum: Optimum | None  # as of the newest decision or report; None if runs have ended since
-    lowest_lr: float | None  # the value of the run with the lowest loss
+    lowest_lr: float | None  # the value of the run with the lowest loss, whoever made it
     stopped: str  # why no further run is made; empty while the search goes on
 
 
@@ -102,7 +102,9 @@ def search_progress(directory: Path, read: Callable[[Path], Run] = read_run) -> 
     places = []
     for arm, batch in sorted({*history.prior, *(decision.place for decision in history.decisions)}):
         chosen = [decision.cell for decision in history.decisions if decision.place == (arm, batch)]
-        losses = [(run.loss, run.lr) for name in chosen if (run := runs.get(name)) and run.loss is not None]
+        arms = [of_arm(run.config) for name in chosen if (run := runs.get(name))][:1]
+        there = [run for run in runs.values() if run.batch == batch and of_arm(run.config) in arms]
+        losses = [(run.loss, run.lr) for run in there if run.loss is not None]
         of_place = [width for _, width in history.widths((arm, batch))]
         lowest = min(losses)[1] if losses else None
         optimum, stopped = optima.get((arm, batch)), history.stopped.get((arm, batch), "")

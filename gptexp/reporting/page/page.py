@@ -24,7 +24,7 @@ from gptexp.reporting.listings.differences import Difference
 from gptexp.reporting.listings.listing import Read
 from gptexp.reporting.page.cells_table import MINOR, cells_table, commands, results_table
 from gptexp.reporting.page.index import Index, build_index
-from gptexp.reporting.page.report import Report
+from gptexp.reporting.page.report import Report, key_of
 from gptexp.reporting.words.answers import TEXTS, table_of_answers
 from gptexp.reporting.words.decisions import table_of_decisions
 from gptexp.storage.run_dir import finite
@@ -102,7 +102,7 @@ def sections(report: Report, is_live: bool = False) -> dict[str, str]:
     return {
         "header": part.header(report),
         "tiles": part.tiles(report),
-        "verdict": part.verdict(report, table_of_answers(report.answers), TEXTS),
+        "verdict": part.verdict(report, table_of_answers(report.answers, key_of(report.search)), TEXTS),
         "next": part.next(report, actions),
         "charts": part.charts(report),
         "search": part.search(table_of_decisions(report.search) if report.search is not None else []),

@@ -69,13 +69,18 @@ class Report:
         return [(f"{stopped} {how}", list(map(as_command, commands)))]
 
 
+def key_of(search: SearchHistory | None) -> str:
+    """The key whose best value a report is about."""
+    return search.key if search is not None else LR
+
+
 def about(key: str, part: Part) -> Part:
     """A part of a report with the name of `key` in place of "learning rate"; see `records.along`."""
     if key == LR:
         return part
     changed: Any = part
     if isinstance(part, str):
-        changed = part.replace("learning rate", key)
+        changed = part.replace("learning rates", f"values of {key}").replace("learning rate", key)
     elif isinstance(part, list):
         changed = [about(key, item) for item in part]
     elif isinstance(part, dict):
@@ -109,7 +114,7 @@ def build_report(
     Raises `ConfigError` if `directory` holds neither.
     """
     search = search_of(directory)
-    key = search.key if search is not None else LR
+    key = key_of(search)
     read = cache(lambda path: along(given(path), key))  # progress and results read each run once
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
@@ -119,7 +124,7 @@ def build_report(
         within = search.within if search is not None else WITHIN
     if search is not None:
         search = search.knowing(_widths(search, analysis))
-    further = proposals(analysis, sweep, within, search) if sweep is not None and key == LR else []
+    further = about(key, proposals(analysis, sweep, within, search)) if sweep is not None else []
     return Report(
         directory,
         analysis,

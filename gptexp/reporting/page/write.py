@@ -21,7 +21,7 @@ from gptexp.reporting.charts.pictures import bundle, pngs
 from gptexp.reporting.listings.table import informative, values
 from gptexp.reporting.listings.terminal_table import PIPE_WIDTH, print_table, texts_of
 from gptexp.reporting.page.page import report_page
-from gptexp.reporting.page.report import Report, build_report
+from gptexp.reporting.page.report import Report, build_report, key_of
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.arms import transfers
 from gptexp.reporting.words.answers import NOTHING, TEXTS, table_of_answers
@@ -134,7 +134,9 @@ def show(report: Report, width: int | None = None, is_verbose: bool = False) -> 
     """
     runs = report.analysis.runs
     if report.answers:
-        hidden = print_table(table_of_answers(report.answers), TEXTS, TEXTS, OPTIONAL, width, NARROWEST_TEXT)
+        hidden = print_table(
+            table_of_answers(report.answers, key_of(report.search)), TEXTS, TEXTS, OPTIONAL, width, NARROWEST_TEXT
+        )
         if hidden:
             Console(width=width).print(Text(f"In a wider terminal: {listed(hidden)}."))
         print()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted
 from gptexp.reporting.listings.progress import is_unfinished
+from gptexp.reporting.listings.records import LR
 from gptexp.reporting.listings.search import SearchHistory, stopped_in_words
 from gptexp.reporting.listings.terminal_table import Columns
 from gptexp.reporting.statistics.analysis import Analysis, Arm
@@ -95,7 +96,9 @@ def answers_of(
             rows.append(Answer(label, batch, "diverged", wanted, stopped=stopped))
     if rows:
         begun = {batch for arm in analysis.arms for batch in (*arm.losses, *arm.diverged)}
-        for batch in sorted(sizes - begun):
+        begun |= {row.total_batch_size for row in rows}
+        searched = {batch for _, batch in search.prior} if search is not None else set()
+        for batch in sorted((sizes | searched) - begun):
             reasons = {why for (_, of), why in search.stopped.items() if of == batch} if search is not None else set()
             stopped = reasons.pop() if len(reasons) == 1 else ""
             wanted = WANTED.get(stopped, "its first runs")
@@ -140,8 +143,8 @@ def _best_lr(row: Answer) -> str:
     return f"{row.lowest_lr:.3g}{side}" if side else f"lowest: {row.lowest_lr:.3g}"
 
 
-def table_of_answers(rows: Sequence[Answer]) -> Columns:
-    """Columns of texts; those without any text are left out."""
+def table_of_answers(rows: Sequence[Answer], key: str = LR) -> Columns:
+    """Columns of texts; those without any text are left out. `key`: the one whose best value the rows have."""
 
     def interval(low: float | None, high: float | None, form: str) -> str:
         return "" if low is None or high is None else f"{low:{form}} to {high:{form}}"
@@ -149,7 +152,7 @@ def table_of_answers(rows: Sequence[Answer]) -> Columns:
     columns = [
         ("tokens a step", [f"{row.total_batch_size:,}" for row in rows]),
         ("arm", [row.arm for row in rows]),
-        ("best lr", [_best_lr(row) for row in rows]),
+        (f"best {key.rpartition('.')[2]}", [_best_lr(row) for row in rows]),
         ("95% interval", [interval(row.low, row.high, ".3g") for row in rows]),
         ("loss there", ["" if row.loss is None else f"{row.loss:.4f}" for row in rows]),
         ("its interval", [interval(row.loss_low, row.loss_high, ".4f") for row in rows]),
