@@ -16,6 +16,7 @@ USUAL_SPREADS = (
     # model=nano on `stdlib`: median over 50 cells of 3 seeds. Over 26 cells of 4 seeds at high learning rates: 0.069.
     # Between 16,000 and 820,000 tokens it is 0.04 to 0.09, without a trend.
     (1.6e6, 1.6e4, 0.051),
+    (7e4, 1e6, 0.03),  # 75 thousand parameters on `stdlib`: median of 10 cells near the best learning rates of 3 sizes
     (7.2e6, 2.05e5, 0.026),  # 4 layers of width 128 on this package's `stdlib` corpus
     (1.24e8, 7e8, 0.005),  # modded-nanogpt, logs of 2024-11-19 at a loss of 3.28
     (1.24e8, 1.5e9, 0.002),  # modded-nanogpt, logs of 2025-01-16 to 2025-10
