@@ -44,10 +44,10 @@ def _option(flag: str, text: str) -> str:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """The arguments, with `--budget 30 runs` as `--budget 30runs`."""
+    """The arguments, with `--budget 30 runs` and `--budget=30 runs` as `--budget 30runs` and `--budget=30runs`."""
     joined: list[str] = []
     for text in argv:
-        if text in NOUNS and joined[-2:-1] == ["--budget"]:
+        if text in NOUNS and (joined[-2:-1] == ["--budget"] or (joined[-1:] and joined[-1].startswith("--budget="))):
             joined[-1] += text
         else:
             joined.append(text)

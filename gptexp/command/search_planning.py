@@ -8,6 +8,7 @@ from gptexp.config.budget import FEWEST_RUNS
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import confirmed, reserve_stdout_for_result, say, warn
 from gptexp.process.words import counted, duration, titled
+from gptexp.reporting.statistics.tuning import law_sizes
 from gptexp.sweep.cells import refuse_illegal
 from gptexp.sweep.grid import Grid, grid_of
 from gptexp.sweep.sweepers import CellSweeper
@@ -29,7 +30,8 @@ def confirm_search(sweeper: CellSweeper) -> bool:
     expected_s = _seconds(plans, USUAL_RUNS, 1)
     if sweeper.budget is not None or not sweeper.asks or expected_s is None or expected_s < ASKED_FROM_S:
         return True
-    return confirmed(f"start {counted(USUAL_RUNS * len(plans), 'run')}, about {duration(expected_s)}?", yes=False)
+    question = f"start {counted(USUAL_RUNS * len(plans), 'run')}, about {duration(expected_s)}?"
+    return confirmed(question, yes=False, agree="--yes (of train: hydra.sweeper.ask=false)")
 
 
 def print_search(grid: Grid) -> list[Plan]:
@@ -48,9 +50,8 @@ def print_search(grid: Grid) -> list[Plan]:
         if planned.time is not None:
             place = grid.sweeper.arm_of(draft.values), planned.run.batch.total_batch_size
             grid.sweeper.estimates[place] = planned.time.total_s
-    if grid.sweeper.law:  # it has runs at the ends and near the middle
-        sizes = sorted({planned.run.batch.total_batch_size for planned in plans})
-        chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+    if grid.sweeper.law:
+        chosen = law_sizes({planned.run.batch.total_batch_size for planned in plans})
         plans = [planned for planned in plans if planned.run.batch.total_batch_size in chosen]
     say(*search_lines(plans, grid.sweeper, grid.at_once or 1))
     return plans
@@ -77,13 +78,10 @@ def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> l
     sizes = ", ".join(dict.fromkeys(f"{planned.run.batch.total_batch_size:,}" for planned in plans))
     return titled(
         [
-            (
-                "search",
-                f"{what} {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave",
-            ),
+            ("search", f"{what} {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave"),
             ("runs", f"about {usual}, {least} to {most}, of {min(tokens):,} tokens each"),
             ("time", took),
-            ("at most", str(budget) if budget is not None else "no budget was given"),
+            ("at most", str(budget) if budget is not None else "no limit; --budget sets one"),
         ]
     )
 

@@ -136,12 +136,15 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if for_people().isatty() else None
 
 
-def confirmed(question: str, yes: bool) -> bool:
-    """Whether the user agrees; `yes` is an answer given before. Raises `ConfigError` if there is no terminal."""
+def confirmed(question: str, yes: bool, agree: str = "--yes") -> bool:
+    """Whether the user agrees; `yes` is an answer given before, by `agree`.
+
+    Raises `ConfigError` if there is no terminal.
+    """
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask on; add --yes to go on without a question")
+        raise ConfigError(f"there is no terminal to ask on; add {agree} to go on without a question")
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

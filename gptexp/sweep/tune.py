@@ -465,7 +465,7 @@ def _in_words(step: Step, lr: float, side: Side, unit: str, seconds: float | Non
     """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, 48 s". `unit`: of the interval."""
     why = why_in_words(step.why, step.trial.repeat)
     width = ""
-    if step.now is not None and step.then is not None:
+    if step.now is not None and step.then is not None and step.then < step.now:
         width = f"interval {step.now:.2g} -> about {step.then:.2g} {unit}"
     took = "" if seconds is None else f"about {duration(seconds)}"
     arm = f" {' '.join(side.overrides)}" if side.overrides else ""

@@ -14,11 +14,11 @@ Losses = dict[float, float]
 
 
 def next_lr(
-    losses: Losses, diverged: tuple[float, ...] = (), running: tuple[float, ...] = (), **goal: Any
+    losses: Losses, diverged: tuple[float, ...] = (), running: tuple[float, ...] = (), seeds: int = 1, **goal: Any
 ) -> float | None:
     """The learning rate of the run that brackets the optimum next; None if it is bracketed."""
     curves = fit_curves({BATCH: {lr: [loss] for lr, loss in losses.items()}}, {BATCH: diverged}, SPREAD)
-    search = Search(curves, BATCH, [Trial(BATCH, lr) for lr in running], Goal(0.25, 1, **goal))
+    search = Search(curves, BATCH, [Trial(BATCH, lr) for lr in running], Goal(0.25, seeds, **goal))
     step = search.bracketing()
     return None if step is None else step.trial.lr
 
@@ -66,6 +66,7 @@ def test_a_plateau_is_followed_two_octaves_on_each_side() -> None:
     for steep in (plateau | {16.0: 3.2}, plateau | {64.0: 3.2}, plateau | {1.0: 3.2}):
         assert next_lr(steep) is None
     assert next_lr(plateau, diverged=(32.0,)) is None
+    assert next_lr(plateau, seeds=8) is None  # a second seed comes first, to know what seeds explain
 
 
 def test_the_variance_that_a_run_leaves_is_that_of_a_normal_distribution() -> None:

@@ -198,6 +198,7 @@ def why_in_words(why: str, repeat: int) -> str:
         "first": "the first run there",
         "bracket": "is the loss lower there?",
         "noise": "another seed, to measure the noise",
+        "form": "between the others, to tell the form of the curve",
         "narrow": "another seed, to narrow the interval" if repeat else "to narrow the interval",
     }[why]
 

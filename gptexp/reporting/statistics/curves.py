@@ -292,7 +292,7 @@ class Curves:
     @cached_property
     def noise_is_known(self) -> bool:
         """Whether seeds have measured the noise at any batch size."""
-        return any(curve.noise_is_known for curve in self.by_batch.values())
+        return any(len(seeds) > 1 for at_batch in self.losses.values() for seeds in at_batch.values())
 
     @cached_property
     def means(self) -> dict[Cell, float]:

@@ -54,7 +54,7 @@ TIMES_WEIGHED = 2  # how often the posterior sets the weights
 KNOWN = 3  # seeds beyond the first that tell which runs of a batch size are outliers
 MANY = 10  # with so many, the prior of the noise is centred on theirs, and not on the usual spread
 
-# Normal priors of shared parameters: mean, sd. All but `rise` and `trend` are logs; `sigma` and `height` are relative to
+# Normal priors of shared parameters: mean, sd. All but `rise` and `trend` are logs; `sigma`, `height` are relative to
 # first guesses.
 PRIORS = {
     "rise": (0.3, 0.35),  # octaves of noise per octave of learning rate; 0.6 on a sweep with four seeds a cell

@@ -39,7 +39,7 @@ WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, 
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
 SMALLEST_GAIN_OF_ALL = 0.85  # the same of all runs together that may be made
 
-Why = Literal["first", "bracket", "narrow", "noise"]
+Why = Literal["first", "bracket", "narrow", "noise", "form"]
 Stop = Literal["narrow", "flat", "exhausted", "law", "decided"]
 
 
@@ -84,7 +84,8 @@ class Goal:
 
     def nearest(self, batch: int, lr: float) -> float:
         """The learning rate nearest to `lr` that may be run."""
-        return min(self.rates.get(batch, ()), key=lambda rate: abs(math.log(rate / lr)), default=lr)
+        rates = self.rates.get(batch, ())
+        return min(rates, key=lambda rate: abs(math.log(rate / lr)), default=min(max(lr, self.low), self.high))
 
 
 class Search:
@@ -130,7 +131,7 @@ class Search:
         if above < 2**GAP * below or not below * SAME < lr < above / SAME or lr in self.tried:
             return None
         low, high = interval(fit.octaves)
-        return Step(Trial(self.batch, lr), "narrow", high - low, high - low)
+        return Step(Trial(self.batch, lr), "form", high - low, high - low)
 
     def _outside(self) -> float | None:
         best = min(self.losses, key=lambda lr: fmean(self.losses[lr]), default=None)
@@ -145,10 +146,11 @@ class Search:
     def _beyond_a_plateau(self) -> float | None:
         """A learning rate far outside, if no loss is higher than the lowest one by more than seeds explain."""
         means = {lr: fmean(losses) for lr, losses in self.losses.items()}
-        if self.diverged or self.running or not means:
-            return None
-        best, has_seeds = min(means, key=lambda lr: means[lr]), any(len(losses) > 1 for losses in self.losses.values())
-        sigma = self.curves.fits[self.batch].sigma if has_seeds and len(means) > 1 else self.curves.usual_spread
+        has_one_seed = self.goal.seeds == 1
+        if self.diverged or self.running or len(means) < FEWEST or not (has_one_seed or self.curves.noise_is_known):
+            return None  # a second seed, which every search makes, tells first what seeds explain
+        sigma = self.curves.usual_spread if has_one_seed else self.curves.fits[self.batch].sigma
+        best = min(means, key=lambda lr: means[lr])
         if max(means.values()) - means[best] > RISE * sigma:
             return None
         for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
@@ -158,7 +160,7 @@ class Search:
 
     def _beyond(self, end: float, factor: float) -> float | None:
         """The learning rate `factor` times an end of those tried; None if it may not be run."""
-        lr = self.goal.nearest(self.batch, min(max(end * factor, self.goal.low), self.goal.high))
+        lr = self.goal.nearest(self.batch, end * factor)
         is_beyond = lr > end * SAME if factor > 1 else lr < end / SAME
         ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
         return lr if is_beyond and ratio <= WIDEST else None
@@ -325,6 +327,12 @@ def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
     return {batch: (float(fit.octaves.mean()), float(fit.octaves.var())) for batch, fit in fits.items()}
 
 
+def law_sizes(sizes: Collection[int]) -> list[int]:
+    """The batch sizes whose runs find a law: the ends, and the one nearest to the middle between them."""
+    low, high = min(sizes), max(sizes)
+    return sorted({low, min(sizes, key=lambda size: abs(math.log(size * size / (low * high)))), high})
+
+
 def next_law_steps(
     curves: Curves, running: Sequence[Trial], goal: Goal, prior: Mapping[int, float], spread: float
 ) -> dict[int, Step | Stop | None]:
@@ -333,8 +341,7 @@ def next_law_steps(
     A run must narrow the expected optima of all batch sizes, on average, to less than `SMALLEST_GAIN` of their width.
     """
     sizes = sorted(prior)
-    middle = min(sizes, key=lambda size: abs(math.log(size * size / (sizes[0] * sizes[-1]))))
-    chosen = {size: prior[size] for size in (sizes[0], middle, sizes[-1])}
+    chosen = {size: prior[size] for size in law_sizes(prior)}
     steps = next_steps(curves, running, goal, chosen, spread)
     known = found_optima(curves)
 
@@ -342,7 +349,13 @@ def next_law_steps(
         return float(np.sqrt(np.diag(expected_optima(prior, found, spread)[1])).mean())
 
     for batch, step in steps.items():
-        if isinstance(step, Step) and step.why == "narrow" and step.now and step.then and batch in curves.optima:
+        if (
+            isinstance(step, Step)
+            and step.why in ("narrow", "form")
+            and step.now
+            and step.then
+            and batch in curves.optima
+        ):
             mean, variance = known[batch]
             after = width({**known, batch: (mean, variance * (step.then / step.now) ** 2)})
             if after > SMALLEST_GAIN * width(known):
