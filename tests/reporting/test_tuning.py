@@ -69,6 +69,13 @@ def test_a_plateau_is_followed_two_octaves_on_each_side() -> None:
     assert next_lr(plateau, seeds=8) is None  # a second seed comes first, to know what seeds explain
 
 
+def test_the_noise_is_measured_at_the_lowest_loss() -> None:
+    curves = fit_curves({BATCH: {4.0: [3.2], 8.0: [3.0], 16.0: [3.1], 32.0: [3.6]}}, {}, SPREAD)
+    step = next_steps(curves, [], Goal(0.25, 8), {BATCH: 8.0}, 0.85)[BATCH]
+    assert isinstance(step, Step)
+    assert (step.trial, step.why) == (Trial(BATCH, 8.0, repeat=1), "noise")
+
+
 def test_the_variance_that_a_run_leaves_is_that_of_a_normal_distribution() -> None:
     rng = np.random.default_rng(0)
     root = rng.standard_normal((4, 4))  # of the optimum and of the losses at three learning rates

@@ -188,7 +188,8 @@ class Search:
         """The run that lowers the variance of the optimum, or of the loss there, most.
 
         Without a second seed, the noise is a guess, or that of other batch sizes. So one comes first, at one batch size
-        at least, and at each batch size that else would count as flat or exhausted.
+        at least, and at each batch size that else would count as flat or exhausted. It is one of the lowest loss,
+        because far above the best learning rate noise can be ten times as large.
         """
         candidates = list(self._candidates(fit))
         if not candidates:
@@ -207,7 +208,7 @@ class Search:
         if repeats and not self._noise_is_known and (not self.curves.noise_is_known or is_weak or self._is_flat(fit)):
             if any(trial.repeat for trial in self.running):
                 return None
-            best = min(repeats, key=lambda number: shares[number])
+            best = min(repeats, key=lambda number: abs(math.log(candidates[number].lr / fit.best)))
             return Step(candidates[best], "noise", now, float(then[best]))
         if is_weak:
             return None if self.running else "exhausted"
