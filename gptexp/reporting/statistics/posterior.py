@@ -63,7 +63,7 @@ PRIORS = {
     "misfit": (np.log(0.006), 1.5),
     "height": (0.0, 1.2),
     "own_skew": (np.log(0.03), 1.5),  # skews differ between the batch sizes of some real sweeps
-    # Octaves of noise per octave of the batch size: 0.2 and 0.5 at the best learning rates of two real sweeps with equal
+    # Octaves of noise per octave of the batch size: 0.2 and 0.5 at the best learning rates of two real sweeps of equal
     # tokens. Around 0, so that without seeds no batch size is assumed to be noisier than others.
     "trend": (0.0, 0.3),
 }
