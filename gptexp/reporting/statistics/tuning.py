@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Literal
 
 import numpy as np
@@ -146,10 +146,10 @@ class Search:
     def _beyond_a_plateau(self) -> float | None:
         """A learning rate far outside, if no loss is higher than the lowest one by more than seeds explain."""
         means = {lr: fmean(losses) for lr, losses in self.losses.items()}
-        has_one_seed = self.goal.seeds == 1
-        if self.diverged or self.running or len(means) < FEWEST or not (has_one_seed or self.curves.noise_is_known):
-            return None  # a second seed, which every search makes, tells first what seeds explain
-        sigma = self.curves.usual_spread if has_one_seed else self.curves.fits[self.batch].sigma
+        seeds = [losses for losses in self.losses.values() if len(losses) > 1]
+        if self.diverged or self.running or len(means) < FEWEST or not (seeds or self.goal.seeds == 1):
+            return None  # a second seed, which is made before losses are called flat, tells first what seeds explain
+        sigma = math.sqrt(fmean(variance(losses) for losses in seeds)) if seeds else self.curves.usual_spread
         best = min(means, key=lambda lr: means[lr])
         if max(means.values()) - means[best] > RISE * sigma:
             return None
@@ -201,9 +201,9 @@ class Search:
         shares = np.round(shares, 3)  # of equal ones the first: new learning rates come before seeds
         then = np.maximum(now * np.sqrt(shares), narrowest)
         best = int(shares.argmin())
-        is_weak = (
-            then[best] > SMALLEST_GAIN * now or self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2
-        )
+        is_weak = then[best] > SMALLEST_GAIN * now
+        if self.curves.by_batch[self.batch].optimum is not None:  # else the draws are far from normal
+            is_weak |= self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2
         repeats = [number for number, trial in enumerate(candidates) if trial.repeat]
         if repeats and not self._noise_is_known and (not self.curves.noise_is_known or is_weak or self._is_flat(fit)):
             if any(trial.repeat for trial in self.running):
