@@ -36,7 +36,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Place:
+class SearchedKey:
     """What is searched, and what was said of it."""
 
     key: str
@@ -45,7 +45,7 @@ class Place:
     usual_batch: int  # tokens: the batch size to which the learning rate of the files belongs
 
 
-def prior_of(configs: Mapping[int, Config], place: Place, earlier: str | None) -> Prior:
+def prior_of(configs: Mapping[int, Config], searched: SearchedKey, earlier: str | None) -> Prior:
     """The prior of an arm. Raises `ConfigError` if `earlier`, a sweep or a file, has no law.
 
     `configs`: batch size in tokens -> config of a run there.
@@ -53,23 +53,23 @@ def prior_of(configs: Mapping[int, Config], place: Place, earlier: str | None) -
     if earlier is not None:
         law = earlier_law(Path(earlier))
         return Prior({batch: law(batch) for batch in configs}, f"the law of {earlier}", FITTED)
-    given = {batch: searched_value(config, place.key) for batch, config in configs.items()}
-    as_given = Prior(given, "as given" if place.is_given else "the config's value")
-    if place.limits is not None:
-        low, high = place.limits
-        if place.is_given and not all(low <= value <= high for value in given.values()):
+    given = {batch: searched_value(config, searched.key) for batch, config in configs.items()}
+    as_given = Prior(given, "as given" if searched.is_given else "the config's value")
+    if searched.limits is not None:
+        low, high = searched.limits
+        if searched.is_given and not all(low <= value <= high for value in given.values()):
             rule = f"begins outside of its range {low:g}..{high:g}; leave one of them out"
-            raise ConfigError(f"{place.key}={next(iter(given.values())):g}: {rule}", "out-of-range")
+            raise ConfigError(f"{searched.key}={next(iter(given.values())):g}: {rule}", "out-of-range")
         middle = dict.fromkeys(given, math.sqrt(low * high))
-        return as_given if place.is_given else Prior(middle, "the middle of the range")
-    if place.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
+        return as_given if searched.is_given else Prior(middle, "the middle of the range")
+    if searched.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
         return as_given
     config = next(iter(configs.values()))
     parameters = 12 * config.model.n_layer * config.model.n_embd**2
-    if not place.is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
+    if not searched.is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
         laws = {batch: step_law(parameters, config.run_length[1], batch) for batch, config in configs.items()}
         return Prior(laws, "Step Law")
-    moved = {batch: lr * (batch / place.usual_batch) ** SLOPE for batch, lr in given.items()}
+    moved = {batch: lr * (batch / searched.usual_batch) ** SLOPE for batch, lr in given.items()}
     return Prior(moved, as_given.source)
 
 

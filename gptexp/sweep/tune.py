@@ -48,7 +48,7 @@ from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog, read_events
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
-from gptexp.sweep.search_prior import Place, Prior, prior_of, searched_value
+from gptexp.sweep.search_prior import Prior, SearchedKey, prior_of, searched_value
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
@@ -166,10 +166,10 @@ class TuneSweeper(CellSweeper):
         return [axis.override(value) for axis in swept if isinstance(axis.among, list) for value in axis.among]
 
     @property
-    def place(self) -> Place:
+    def searched(self) -> SearchedKey:
         """What is searched."""
         is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
-        return Place(self.key, is_given, self.range, self.config.batch.total_batch_size)
+        return SearchedKey(self.key, is_given, self.range, self.config.batch.total_batch_size)
 
     def arm_of(self, values: Mapping[str, str]) -> tuple[str, ...]:
         """What tells the arm of a cell with these swept values from the others."""
@@ -197,7 +197,7 @@ class TuneSweeper(CellSweeper):
             rule = f"{self.directory} has the search for {others[0]}; give another sweep.name"
             raise ConfigError(f"key={self.key}: {rule}", "another-key")
         for config in configs:
-            prior_of({config.batch.total_batch_size: config}, self.place, self.earlier)
+            prior_of({config.batch.total_batch_size: config}, self.searched, self.earlier)
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Read what is known. The `cells` are examples, and only those that the search chooses are run."""
@@ -209,7 +209,7 @@ class TuneSweeper(CellSweeper):
             side.cells[cell.config.batch.total_batch_size] = cell
         for side in self.sides:
             configs = {batch: cell.config for batch, cell in side.cells.items()}
-            side.prior = prior_of(configs, self.place, self.earlier)
+            side.prior = prior_of(configs, self.searched, self.earlier)
             side.low, side.high = self.range or (side.low, side.high)
         self.total = USUAL_RUNS * len(cells)
         self.log = SearchLog(self.directory)

@@ -14,6 +14,8 @@ from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.search import search_of
 from gptexp.reporting.listings.search_progress import search_progress
 from gptexp.reporting.page.report import build_report, key_of
+from gptexp.reporting.statistics.law import independent_difference
+from gptexp.reporting.statistics.posterior import interval
 from gptexp.reporting.words.answers import Answer, table_of_answers
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import read_events
@@ -241,8 +243,9 @@ def test_arms_are_compared_until_their_difference_is_known(
     assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.compare=true", "hydra.sweeper.within=0.05") == 0
     assert {answer.stopped for answer in search.answers} == {"decided"}
     assert len(search.chosen) <= runs
-    lowest = {answer.arm: answer.loss_high for answer in search.answers if answer.loss_high is not None}
-    assert all(high < 3.09 for arm, high in lowest.items() if arm == "optim=adamw")
+    fits = {0.0075 in arm.losses[4096]: arm.curves.fits[4096] for arm in build_report(search.folder).analysis.arms}
+    low, high = interval(independent_difference(fits[False].best_losses, fits[True].best_losses))  # lion's and adamw's
+    assert 0 < low < 0.1 < high
 
 
 @pytest.mark.e2e
