@@ -7,7 +7,7 @@ Training starts in one of three ways; each rank runs gptexp.run.rank:
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -64,13 +64,13 @@ def prepared(config: Config, cfg: DictConfig) -> Iterator[Path]:
 
 
 def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
-    """Save the config in the run directory, and print the source of the learning rate."""
+    """Save the config in the run directory, and print the source of the learning rate unless a search chose it."""
     if config.log.wandb.name is None:
         at = f"-from{first_step(config.branch_from)}" if config.branch_from else ""
         config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config) + at
     check_same(directory, config)
     run_dir.save_config(directory, config)
-    if config.log.progress not in ("off", "json"):
+    if config.log.progress not in ("off", "json") and "key" not in cfg.hydra.sweeper:
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
         say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")
 
@@ -94,13 +94,8 @@ def readable_name(model: str, config: Config) -> str:
 def lr_source(hydra: Any) -> str:
     """Return the file or override that sets the learning rate, in Hydra's order of precedence."""
 
-    def is_among(overrides: Iterable[str]) -> bool:
-        return any(text.lstrip("+").startswith("optim.lr=") for text in overrides)
-
-    if hydra.sweeper.get("key") == "optim.lr" and is_among(hydra.overrides.task):
-        return "the search"
     # Not the composed overrides: those of a cell contain the values of a named grid.
-    if is_among(sys.argv):
+    if any(text.lstrip("+").startswith("optim.lr=") for text in sys.argv):
         return "the command line"
 
     def option_with(key: str, *groups: str) -> str | None:

@@ -57,6 +57,7 @@ class CellLauncher(Launcher):
     __module__ = PLUGINS
     where = ""  # where a cell runs, in the line that announces it
     shares_machine = True  # whether cells that run at once share the cores of this machine
+    prints_runs = True  # whether a run that has the machine to itself prints to the terminal; else to a file of its own
     preloaded: Preloaded | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -106,7 +107,8 @@ class CellLauncher(Launcher):
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         command = resume_command(cell.directory)
-        with nullcontext() if at_once == 1 else (cell.directory / run_dir.OUTPUT).open("ab") as output:
+        is_shown = self.prints_runs and at_once == 1
+        with nullcontext() if is_shown else (cell.directory / run_dir.OUTPUT).open("ab") as output:
             descriptor = output.fileno() if output else None
             if not gpus and (forked := self.forked(cell.config, command, environment, descriptor)) is not None:
                 return forked

@@ -49,8 +49,8 @@ class CellSweeper(Sweeper):
 
     config: DictConfig
     launcher: CellLauncher
-    learns = False  # whether it chooses cells by the results of others, and so best one after the other
-    is_search = False  # whether it also decides by the results how many cells there are
+    learns = False  # whether it needs the results of cells to choose others well, and so runs one after the other
+    is_search = False  # whether it decides by the results how many cells there are
 
     def __init__(self, params: Any) -> None:
         self.params = params  # a mapping of keys to values; a grid also takes a list of mappings
@@ -71,6 +71,7 @@ class CellSweeper(Sweeper):
         self.launcher = plugins.instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
+        self.launcher.prints_runs = not self.is_search  # its decisions would be lost among the lines of runs
         self.directory = Path(config.hydra.sweep.dir)
         self.on_ranks = launcher_rank() is not None  # ranks of torchrun or srun train the cells, one after the other
 
@@ -104,6 +105,10 @@ class CellSweeper(Sweeper):
     def to_choose(self) -> int:
         """Return the number of further cells that the sweeper has yet to choose."""
         return 0
+
+    def title(self, cell: Cell) -> str:
+        """Return what the line that announces a cell says of it."""
+        return cell.name
 
     def learn(self, cell: Cell) -> None:
         """Use the result of a cell that has ended, here or under another command."""
@@ -213,9 +218,13 @@ class CellSweeper(Sweeper):
                     time.sleep(POLL_S)
                 raise
 
+    def to_run(self) -> list[Config]:
+        """Return the configs of the cells that are not done, as far as they are known."""
+        return [cell.config for cell in self.waiting]
+
     def try_places(self, signals: Sequence[int]) -> int:
         """Decide by a trial how many cells run at once, and what every `auto` of all cells becomes."""
-        configs, begun = [cell.config for cell in self.waiting], time.monotonic()
+        configs, begun = self.to_run(), time.monotonic()
         found = self.launcher.try_places(configs, lambda: bool(signals)) if configs else None
         if found is None:
             return 1
@@ -312,7 +321,7 @@ class CellSweeper(Sweeper):
         self.begun += 1
         where = f" on GPU {', '.join(gpus)}" if gpus else self.launcher.where
         how = f"begins{where}" if job is None else f"runs as {job} of an earlier command"
-        say(f"--- cell {self.begun} of {self.total} {how}: {cell.name}")
+        say(f"--- cell {self.begun} of {self.total} {how}: {self.title(cell)}")
         if job is not None:
             return 0
         self.take_decisions(cell)

@@ -87,7 +87,7 @@ class TuneSweeper(CellSweeper):
     """Chooses full-length runs one by one until the best learning rate of each batch size is known well enough."""
 
     __module__ = PLUGINS
-    learns = is_search = True
+    is_search = True
 
     def __init__(self, params: Any, **options: Any) -> None:
         """`options`: those of conf/hydra/sweeper/tune.yaml."""
@@ -216,18 +216,19 @@ class TuneSweeper(CellSweeper):
         self.seconds_before = self.log.seconds()
         self._recall()
         self.total = len(self.waiting) + self.to_choose()
-        prior = [
-            {"arm": list(side.overrides), "batch": batch, "lr": lr}
-            for side in self.sides
-            for batch, lr in side.prior.values.items()
-        ]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Log and print where the search begins."""
+        places = [(side, batch, lr) for side in self.sides for batch, lr in sorted(side.prior.values.items())]
+        prior = [{"arm": list(side.overrides), "batch": batch, "lr": lr} for side, batch, lr in places]
         budget = None if self.budget is None else asdict(self.budget)
         self.log.add(
             "start", key=self.key, within=self.within, budget=budget, law=self.law, compare=self.compares, prior=prior,
             spread=self.sides[0].prior.spread,
         )  # fmt: skip
         for side in self.sides:
-            expected = ", ".join(f"{lr:.3g} at {batch:,}" for batch, lr in sorted(side.prior.values.items()))
+            expected = ", ".join(f"{lr:.3g} at {batch:,}" for of, batch, lr in places if of is side)
             of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
             source, factor = side.prior.source, 2**side.prior.spread
             say(f"--- begins{of_arm} with {expected}: {source}, usually off by a factor of {factor:.1f}")
@@ -285,10 +286,12 @@ class TuneSweeper(CellSweeper):
         }  # fmt: skip
         self.log.add("choose", **event)
         self.chosen[cell.name] = event
-        say(f"--- next: {_in_words(step, lr, side, 'nats' if self.compares else 'octaves', seconds)}")
         self.record()
         self.total = self.begun + 1 + self.to_choose()
         return cell
+
+    def title(self, cell: Cell) -> str:
+        return _in_words(self.chosen[cell.name], "nats" if self.compares else "octaves")
 
     def to_choose(self) -> int:
         """The number of further runs that are expected."""
@@ -302,7 +305,11 @@ class TuneSweeper(CellSweeper):
         left = self._left()
         if self.budget is not None and self.budget.unit == "seconds":  # those that run have not spent theirs yet
             left -= sum(self._cost(side, trial.batch) for side, trial in self.decided.values())
+            left *= self.at_once
         return sum(cost <= left for cost in itertools.accumulate(sorted(costs)))
+
+    def to_run(self) -> list[Config]:
+        return [cell.config for side in self.sides for cell in side.cells.values()] * USUAL_RUNS
 
     def learn(self, cell: Cell) -> None:
         side, trial = self.decided.pop(cell.directory)
@@ -420,14 +427,17 @@ class TuneSweeper(CellSweeper):
 
     # --- what it costs ---
     def _seconds(self, side: Side, batch: int) -> float | None:
-        """How long a run at a batch size takes: as runs there took, as predicted, or as at other batch sizes."""
+        """How long a run at a batch size takes: as runs there took, or as predicted from runs at other batch sizes."""
         runs = [run for run in self.known.values() if run.status == "completed" and side.holds(run, self.key)]
         ended = [(run.batch, float(run.summary["wall_s"])) for run in runs]
-        here = [seconds for size, seconds in ended if size == batch]
-        if here:
+        if here := [seconds for size, seconds in ended if size == batch]:
             return median(here)
-        predicted = self.estimates.get((side.overrides, batch))
-        return predicted or (median(seconds for _, seconds in ended) if ended else None)
+        predicted = {size: self.estimates.get((side.overrides, size)) for size in side.cells}
+        # Runs take longer than predicted if several share the machine.
+        ratios = [seconds / expected for size, seconds in ended if (expected := predicted[size])]
+        if expected := predicted[batch]:
+            return expected * median(ratios or [1.0])
+        return median(seconds for _, seconds in ended) if ended else None
 
     def _cost(self, side: Side, batch: int) -> float:
         """What one more run costs, in the unit of the budget."""
@@ -461,12 +471,11 @@ class TuneSweeper(CellSweeper):
         return reasons
 
 
-def _in_words(step: Step, lr: float, side: Side, unit: str, seconds: float | None) -> str:
+def _in_words(choice: Mapping[str, Any], unit: str) -> str:
     """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, 48 s". `unit`: of the interval."""
-    why = why_in_words(step.why, step.trial.repeat)
-    width = ""
-    if step.now is not None and step.then is not None and step.then < step.now:
-        width = f"interval {step.now:.2g} -> about {step.then:.2g} {unit}"
+    now, then, seconds = (choice.get(name) for name in ("octaves", "expected_octaves", "seconds"))
+    is_narrowing = now is not None and then is not None and then < now
+    width = f"interval {now:.2g} -> about {then:.2g} {unit}" if is_narrowing else ""
     took = "" if seconds is None else f"about {duration(seconds)}"
-    arm = f" {' '.join(side.overrides)}" if side.overrides else ""
-    return f"{lr:.3g} at {step.trial.batch:,}{arm}: {', '.join(filter(None, (why, width, took)))}"
+    reasons = ", ".join(filter(None, (why_in_words(choice["why"], choice["repeat"]), width, took)))
+    return " ".join([f"{choice['lr']:.3g} at {choice['batch']:,}", *map(str, choice["arm"])]) + f": {reasons}"

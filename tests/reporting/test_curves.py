@@ -219,6 +219,20 @@ def test_seeds_that_agree_far_above_a_curve_are_named() -> None:
     assert [(outlier.lr, outlier.loss) for outlier in curve.outliers] == [(4.0, 4.0), (4.0, 4.001)]
 
 
+@pytest.mark.parametrize("plateau", [[3.5, 3.49], [3.5, 3.51, 3.45, 3.6], [3.5, 3.55, 3.4, 3.5, 3.3]])
+def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) -> None:
+    """But it does if nothing nearer is worse for sure, and so do losses that rise on."""
+    near = {2.0**x: [3 + 0.05 * x * x - 0.002, 3 + 0.05 * x * x + 0.002] for x in range(-3, 2)}
+    jump = near | {4.0: [plateau[0]]}
+    flat = jump | {2.0 ** (3 + number): [loss] for number, loss in enumerate(plateau[1:])}
+    assert fit_curves({1024: flat}, {}, 0.01).near == {1024: jump}
+    assert alone(flat).optimum == alone(jump).optimum
+    unknown = fit_curves({1024: {lr: seeds[:1] for lr, seeds in flat.items()}}, {}, 0.5)
+    assert unknown.near == unknown.losses
+    wall = fit_curves({1024: jump | {8.0: [4.0], 16.0: [5.0]}}, {}, 0.01)
+    assert wall.near == wall.losses
+
+
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_loss_far_above_all_others_hardly_counts_and_is_named(seeds: int) -> None:
     sweep = draw(np.random.default_rng(5), [0.0] * 3, seeds=seeds)

@@ -43,7 +43,7 @@ def test_a_search_finds_each_best_learning_rate_within_its_interval(searches: Ca
         assert answer.stopped in ("narrow", "flat")
         assert abs(search.off(answer)) <= 0.25
         assert holds(answer, search.surface.best[answer.total_batch_size])
-    assert len(search.chosen) <= 20
+    assert len(search.chosen) <= 18
     assert any(why == "noise" for *_, why in search.chosen)  # "how do I know?" needs a second seed
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_prior_costs_runs_and_not_the_answer(searches: Callable[..., Sea
     search, usual = searches(), searches()
     assert search.run(ONE, f"optim.lr={0.01 * 2.0**off}") == usual.run(ONE, "optim.lr=0.01") == 0
     assert all(abs(search.off(answer)) <= 0.25 for answer in search.answers)
-    assert len(search.chosen) <= len(usual.chosen) + 4
+    assert len(usual.chosen) <= len(search.chosen) <= len(usual.chosen) + 4
 
 
 def test_a_search_that_is_killed_makes_the_same_choices(searches: Callable[..., Search]) -> None:

@@ -1,13 +1,15 @@
 """What the posterior says at each batch size: whether the learning rates bracket an optimum, where it is, its loss."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import Any, Literal
 
 import numpy as np
+from scipy import special
 
 from gptexp.process.words import counted
 from gptexp.reporting.statistics.forms import Array
@@ -26,6 +28,10 @@ MOST_HUMPS = 0.25  # share of a batch size's learning rates; if more of them are
 FAR_UP = 0.5  # share of the range of mean losses; cells where the curve lies higher are not compared with it
 WILD = 2.0  # seeds that vary by more than so many times the curve's noise are judged without the curve
 MISSED = 4.0  # standard errors beyond which a curve does not explain a cell
+NOISIEST = 3.0  # of a seed's spread: the most noise that may explain how low the lowest loss is
+CLEARLY = 4.0  # of a seed's spread: a mean loss that is higher than the lowest one by more is worse for sure
+FLATTER = 0.5  # above a minimum, a plateau begins where the loss rises less steeply than this share of before
+SAME = 1.02  # learning rates within this ratio are one
 SPACING = 2.0  # ratio from the only learning rate of a grid to the next ones on both sides
 CLOSEST = 1.3  # between two learning rates within this ratio, another one says little
 SCAN = 200  # number of learning rates at which a curve is evaluated
@@ -97,9 +103,12 @@ class Curve:
 class BatchFit:
     """The posterior at one batch size, with the losses that it was fitted to."""
 
-    def __init__(self, posterior: Posterior, batch: int, losses: Losses, diverged: Sequence[float]) -> None:
-        """`losses`: by rising learning rates; `diverged`: learning rates."""
+    def __init__(
+        self, posterior: Posterior, batch: int, losses: Losses, diverged: Sequence[float], spread: float
+    ) -> None:
+        """`losses`: by rising learning rates; `diverged`: learning rates; `spread`: see `Curves.spread`."""
         self.posterior, self.batch, self.losses, self.diverged = posterior, batch, losses, diverged
+        self.spread = spread
         j, cells = posterior.column[batch], posterior.cells
         self.lrs, self.x = list(losses), np.log2(list(losses))
         self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
@@ -195,6 +204,7 @@ class BatchFit:
 
         The standard error contains the curve's uncertainty and the cell's noise, or only the noise: for cells that
         hardly count, because they have not moved the curve, and for the best cell, whose loss is shown as the answer.
+        The fit can take a single low loss for noise, so the noise of the best cell is bounded here.
         """
         draws = self.posterior.loss(self.batch, self.x)
         curve, spread = np.median(draws, axis=0), draws.std(axis=0)
@@ -205,7 +215,8 @@ class BatchFit:
             if curve[i] > far_up:
                 continue  # no form is expected to hold there
             counts = self.weights[lr].mean() >= OUTLYING and lr != self.best
-            error = math.hypot(float(spread[i]) * counts, self._sigmas[i] / math.sqrt(len(seeds)))
+            sigma = min(self._sigmas[i], NOISIEST * self.spread) if lr == self.best else self._sigmas[i]
+            error = math.hypot(float(spread[i]) * counts, sigma / math.sqrt(len(seeds)))
             misses[lr] = (float(curve[i]) - fmean(seeds)) / error
         return misses
 
@@ -232,8 +243,10 @@ class BatchFit:
         return outliers
 
     def explains(self, lr: float) -> bool:
-        """Whether the curve explains the loss: not if seeds vary more than its noise, miss it or hardly count."""
-        seeds = self.losses.get(lr, [])
+        """Whether the curve explains the loss: not far away, nor if seeds vary more than its noise or hardly count."""
+        seeds = self.losses.get(lr)
+        if seeds is None:
+            return False
         if len(seeds) < 2:
             return True
         if abs(self.misses.get(lr, 0.0)) > MISSED:
@@ -259,18 +272,64 @@ class Curves:
         """Of the batch sizes with two learning rates or more; None if there is none."""
         several = tuple(
             (batch, tuple((lr, tuple(sorted(seeds))) for lr, seeds in at_batch.items()))
-            for batch, at_batch in self.losses.items()
+            for batch, at_batch in self.near.items()
             if len(at_batch) > 1
         )
         limits = tuple((batch, tuple(lrs)) for batch, lrs in self.diverged.items())
         return _posterior(several, limits, self.usual_spread) if several else None
 
     @cached_property
+    def near(self) -> dict[int, dict[float, list[float]]]:
+        """The losses that a curve is fitted to: without those on a plateau far above the minimum.
+
+        There no form holds: losses jump, and then stay about the same over octaves. So if losses that are worse for
+        sure lie on both sides of the lowest one, those count up to the first such after which the loss rises less than
+        half as steeply. One after which it falls, by more than seeds explain, is no plateau.
+        """
+        return {batch: self._near(batch) for batch in self.losses}
+
+    def _near(self, batch: int) -> dict[float, list[float]]:
+        losses = self.losses[batch]
+        means = {lr: fmean(losses[lr]) for lr in sorted(losses)}
+        best, margin = min(means, key=lambda lr: means[lr]), CLEARLY * self.spread(batch)
+        worse = [lr for lr in means if means[lr] > means[best] + margin]
+        if not worse or not min(worse) < best < max(worse):
+            return losses
+        steepest = 0.0
+        for lr, following in itertools.pairwise(lr for lr in means if lr >= best):
+            rise = means[following] - means[lr]
+            slope = rise / math.log2(following / lr)
+            if lr in worse and slope < FLATTER * steepest and rise > -margin:
+                return {other: seeds for other, seeds in losses.items() if other <= lr}
+            steepest = max(steepest, slope)
+        return losses
+
+    def spread(self, batch: int) -> float:
+        """The standard deviation over seeds, in nats: the usual one, as far as the seeds here allow it.
+
+        Only seeds at the lowest loss and below measure it, because above, noise can be ten times as large.
+        """
+        cells = self.seeds_below(batch)
+        dof = sum(len(seeds) - 1 for seeds in cells)
+        if not dof:
+            return self.usual_spread
+        measured = math.sqrt(sum((len(seeds) - 1) * variance(seeds) for seeds in cells) / dof)
+        most = measured * math.sqrt(dof / (2 * special.gammaincinv(dof / 2, (1 - CENTRAL) / 2)))
+        return max(min(max(measured, self.usual_spread), float(most)), SMALLEST_SIGMA)
+
+    def seeds_below(self, batch: int) -> list[list[float]]:
+        """The cells of several seeds at the learning rate with the lowest mean loss, and below."""
+        losses = self.losses.get(batch, {})
+        best = min(losses, key=lambda lr: fmean(losses[lr]), default=0.0)
+        return [seeds for lr, seeds in losses.items() if len(seeds) > 1 and lr <= best]
+
+    @cached_property
     def fits(self) -> dict[int, BatchFit]:
         """Batch size -> fit, for the batch sizes with two learning rates or more."""
-        posterior = self.posterior
-        sizes = posterior.cells.sizes if posterior is not None else ()
-        return {b: BatchFit(posterior, b, self.losses[b], self.diverged.get(b, ())) for b in sizes if posterior}
+        if (posterior := self.posterior) is None:
+            return {}
+        diverged = {batch: self.diverged.get(batch, ()) for batch in posterior.cells.sizes}
+        return {b: BatchFit(posterior, b, self.near[b], lrs, self.spread(b)) for b, lrs in diverged.items()}
 
     @cached_property
     def by_batch(self) -> dict[int, Curve]:
@@ -299,8 +358,8 @@ class Curves:
         """Mean loss of each cell; a run far from the others of its cell hardly counts."""
         means: dict[Cell, float] = {}
         for batch, losses in self.losses.items():
-            by_lr = self.fits[batch].means if batch in self.fits else {lr: np.mean(sorted(losses[lr])) for lr in losses}
-            means |= {(batch, lr): float(mean) for lr, mean in by_lr.items()}
+            weighted = self.fits[batch].means if batch in self.fits else {}
+            means |= {(batch, lr): weighted.get(lr, float(np.mean(sorted(losses[lr])))) for lr in losses}
         return means
 
     @property
@@ -314,9 +373,10 @@ class Curves:
         return {batch: self.fits[batch].best_losses for batch in self.optima}
 
     def cell_losses(self, cells: Sequence[Cell]) -> Array:
-        """Draws of the expected losses of cells, shape (draws, number of cells)."""
+        """Draws of the expected losses of cells, shape (draws, number of cells). A plateau counts as its first loss."""
         assert self.posterior is not None
-        return np.hstack([self.posterior.loss(batch, [math.log2(lr)]) for batch, lr in cells])
+        last = {batch: max(losses) for batch, losses in self.near.items() if len(losses) < len(self.losses[batch])}
+        return np.hstack([self.posterior.loss(b, [math.log2(min(lr, last.get(b, math.inf)))]) for b, lr in cells])
 
     def worse(self, cells: Sequence[Cell], than: Cell) -> set[Cell]:
         """The `cells` whose loss is significantly higher than that of the cell `than`.

@@ -8,9 +8,10 @@ At batch size j the loss of a run at x = log2(lr) is
 - t_j is a skew that only this batch size has: normal with standard deviation `own_skew`, up to `MOST_SKEW`; s = `side`.
 - Misfit is the error of the form, independent between learning rates. Its standard deviation is a share of a_j h(u), so
   misfit cannot turn a point far above the minimum into the minimum.
-- The standard deviation of the noise is sigma_j 2^(rise d). Here d is the distance in octaves from the learning rate
-  with the lowest mean, at most `NOISE_REACH`. On real sweeps noise rises with the learning rate. sigma_j^2 has an
-  inverse gamma prior around a power of the batch size, so one with few seeds takes its noise mostly from the others.
+- The standard deviation of the noise is sigma_j 2^(rise d). Here d is how many octaves the learning rate lies above
+  that with the lowest mean, at most `NOISE_REACH`, and 0 below: on real sweeps noise rises above the minimum only.
+  sigma_j^2 has an inverse gamma prior around a power of the batch size, so one with few seeds takes its noise mostly
+  from the others.
 
 Given the shared parameters and m_j, the losses are linear in c_j, a_j and t_j. Their integrals have a closed form
 (with a_j >= 0). The integral over sigma_j is a mean over quantiles of its posterior given the seeds.
@@ -33,7 +34,7 @@ Losses = Mapping[float, Sequence[float]]  # learning rate -> the final loss of e
 
 BEYOND = 3.0  # octaves beyond the tested learning rates up to which an optimum may lie
 BEYOND_SD = 1.2  # octaves: the prior of the optimum is flat between the tested rates, and has normal tails outside
-NOISE_REACH = 2.0  # octaves from the learning rate with the lowest mean, beyond which the noise is constant
+NOISE_REACH = 2.0  # octaves above the learning rate with the lowest mean, beyond which the noise is constant
 SMALLEST_SIGMA = 1e-6  # nats: smaller differences are rounding errors of float32
 NOISE_DOF = 3.0  # degrees of freedom of the prior of sigma_j^2 around the usual sigma^2
 NOISE_LEVELS = 3
@@ -63,7 +64,7 @@ class Cells:
     squares: Array = field(init=False)  # weighted sum of squared distances to the mean
     lowest: Indices = field(init=False)  # (J,): index of the lowest mean, see `_lowest`
     base: Array = field(init=False)  # (J,): the lowest mean
-    distance: Array = field(init=False)  # octaves from the learning rate with the lowest mean, at most `NOISE_REACH`
+    distance: Array = field(init=False)  # octaves above the learning rate with the lowest mean, at most `NOISE_REACH`
 
     @property
     def low(self) -> Array:
@@ -91,7 +92,7 @@ class Cells:
         self.lowest = np.array([_lowest(*row) for row in zip(self.mean, weights, strict=True)])
         rows = np.arange(len(self.sizes))
         self.base = self.mean[rows, self.lowest]
-        self.distance = np.clip(self.x - self.x[rows, self.lowest, None], -NOISE_REACH, NOISE_REACH)
+        self.distance = np.clip(self.x - self.x[rows, self.lowest, None], 0.0, NOISE_REACH)
 
 
 def _lowest(means: Array, weights: Sequence[Array]) -> int:
@@ -118,7 +119,7 @@ def cells_of(losses: Mapping[int, Losses], diverged: Mapping[int, Sequence[float
 class Shared(NamedTuple):
     """Parameters that all batch sizes share, each of shape (T,) but `sigma`, and the table of h, (T, len(U))."""
 
-    rise: Array  # octaves by which the noise rises per octave of the learning rate
+    rise: Array  # octaves by which the noise rises per octave of the learning rate above the minimum
     sigma: Array  # (J, T), in nats: the usual noise at the learning rate with the lowest mean
     misfit: Array  # standard deviation of the misfit as a share of a_j h(u), near the minimum
     height: Array  # nats: the shared height, around which the a_j lie

@@ -57,8 +57,8 @@ MANY = 10  # with so many, the prior of the noise is centred on theirs, and not 
 # Normal priors of shared parameters: mean, sd. All but `rise` and `trend` are logs; `sigma`, `height` are relative to
 # first guesses.
 PRIORS = {
-    "rise": (0.3, 0.35),  # octaves of noise per octave of learning rate; 0.6 on a sweep with four seeds a cell
-    "sigma": (0.0, 0.5),
+    "rise": (0.3, 0.35),  # octaves of noise per octave of learning rate above the minimum; up to 3 on real sweeps
+    "sigma": (0.0, 1.0),
     # `misfit` and `own_skew` may be nearly 0: where losses show neither, they must not widen every interval.
     "misfit": (np.log(0.006), 1.5),
     "height": (0.0, 1.2),
@@ -100,7 +100,7 @@ class Posterior:
         """Draws of the standard deviation of one run at log2(lr) = `x`, shape (draws, len(x))."""
         j = self.column[batch]
         best = self.cells.x[j, self.cells.lowest[j]]
-        distance = np.clip(np.asarray(x, float) - best, -NOISE_REACH, NOISE_REACH)
+        distance = np.clip(np.asarray(x, float) - best, 0.0, NOISE_REACH)
         return np.asarray(self.sigma[:, j, None] * 2.0 ** (self.rise[:, None] * distance))
 
 

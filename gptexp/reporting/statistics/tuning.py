@@ -13,12 +13,12 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
 
-from gptexp.reporting.statistics.curves import CLOSEST, BatchFit, Curves
+from gptexp.reporting.statistics.curves import CLOSEST, SAME, BatchFit, Curves
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.law import independent_difference
 from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
@@ -26,18 +26,17 @@ from gptexp.reporting.statistics.posterior import NARROWEST, interval
 from gptexp.reporting.statistics.prior import expected_optima, starts
 
 OCTAVE = 2.0
-SAME = 1.02  # learning rates within this ratio are one
 FEWEST = 3  # learning rates that a lowest point needs
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
 GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
+JUMP = 0.1  # nats: if the loss rises by more within an octave above the best learning rate, it may jump there
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
-RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%; the best rate may lie far outside
-PLATEAU = 2.0  # octaves: so far outside of the best one, at least, a plateau is followed
+RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
-SMALLEST_GAIN_OF_ALL = 0.85  # the same of all runs together that may be made
+SMALLEST_GAIN_OF_ALL = 0.81  # the same of all runs together that may be made
 
 Why = Literal["first", "bracket", "narrow", "noise", "form"]
 Stop = Literal["narrow", "flat", "exhausted", "law", "decided"]
@@ -101,7 +100,7 @@ class Search:
 
     def bracketing(self) -> Step | None:
         """A run outside the learning rates tried, if none of them is known to be too high, or too low."""
-        lr = (self._outside() or self._beyond_a_plateau()) if self.tried else None
+        lr = self._outside() if self.tried else None
         return None if lr is None else Step(Trial(self.batch, lr), "bracket")
 
     def next_step(self) -> Step | Stop | None:
@@ -113,20 +112,21 @@ class Search:
             return None if self.running else "exhausted"
         fit = self.curves.fits[self.batch]
         reached = self._reached(fit)
-        if reached == "narrow" and (between := self._between(fit)) is not None:
-            return between
-        return reached or self._narrowing(fit)
+        return (self._between(fit) if reached in ("narrow", "flat") else None) or reached or self._narrowing(fit)
 
     def _between(self, fit: BatchFit) -> Step | None:
         """A run between the two learning rates around the best one, if these are an octave apart.
 
         Three losses an octave apart fit every form of the curve, each with another best learning rate. All batch sizes
-        share the form, so one in `SHARING` needs such a run.
+        share the form, so one in `SHARING` needs such a run, and each at which the loss may jump above the lowest one.
         """
         gaps = [_gap(other) for other in self.curves.fits.values()]
-        if SHARING * sum(below < above < 2**GAP * below for below, above in gaps) >= len(gaps):
-            return None
         below, above = _gap(fit)
+        higher = min((lr for lr in fit.lrs if lr > fit.best), default=fit.best)
+        if fit.means[higher] - fit.means[fit.best] > JUMP:
+            below, above = fit.best, higher
+        elif SHARING * sum(low < high < 2**GAP * low for low, high in gaps) >= len(gaps):
+            return None
         lr = self.goal.nearest(self.batch, math.sqrt(below * above))
         if above < 2**GAP * below or not below * SAME < lr < above / SAME or lr in self.tried:
             return None
@@ -134,27 +134,18 @@ class Search:
         return Step(Trial(self.batch, lr), "form", high - low, high - low)
 
     def _outside(self) -> float | None:
-        best = min(self.losses, key=lambda lr: fmean(self.losses[lr]), default=None)
+        means = {lr: fmean(losses) for lr, losses in self.losses.items()}
+        best = min(means, key=lambda lr: means[lr], default=None)
         if best is None and self.diverged:
             return self._beyond(self.tried[0], 1 / OCTAVE)
-        centre = best if best is not None else self.running[0].lr
-        for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
-            if math.isclose(end, centre) and (lr := self._beyond(end, factor)) is not None:
-                return lr
-        return None
-
-    def _beyond_a_plateau(self) -> float | None:
-        """A learning rate far outside, if no loss is higher than the lowest one by more than seeds explain."""
-        means = {lr: fmean(losses) for lr, losses in self.losses.items()}
-        seeds = [losses for losses in self.losses.values() if len(losses) > 1]
-        if self.diverged or self.running or len(means) < FEWEST or not (seeds or self.goal.seeds == 1):
-            return None  # a second seed, which is made before losses are called flat, tells first what seeds explain
-        sigma = math.sqrt(fmean(variance(losses) for losses in seeds)) if seeds else self.curves.usual_spread
-        best = min(means, key=lambda lr: means[lr])
-        if max(means.values()) - means[best] > RISE * sigma:
-            return None
-        for end, factor in ((self.tried[-1], OCTAVE), (self.tried[0], 1 / OCTAVE)):
-            if abs(math.log2(end / best)) < PLATEAU and (lr := self._beyond(end, factor**2)) is not None:
+        if best is None:
+            best = self.running[0].lr
+        # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau.
+        higher = means.get(best, 0.0) + (RISE * self.curves.spread(self.batch) if self._noise_is_known else 0.0)
+        rising = [lr for lr, mean in means.items() if mean > higher] + [trial.lr for trial in self.running]
+        is_above, is_below = any(lr > best for lr in [*rising, *self.diverged]), any(lr < best for lr in rising)
+        for end, factor, is_closed in ((self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)):
+            if not is_closed and (lr := self._beyond(end, factor)) is not None:
                 return lr
         return None
 
@@ -168,7 +159,7 @@ class Search:
     @property
     def _noise_is_known(self) -> bool:
         """Whether seeds have measured the noise at this batch size, or may not."""
-        return self.goal.seeds == 1 or self.curves.by_batch[self.batch].noise_is_known
+        return self.goal.seeds == 1 or bool(self.curves.seeds_below(self.batch))
 
     def _is_flat(self, fit: BatchFit) -> bool:
         return self.goal.decided is None and regret(fit) <= FLAT * fit.sigma
