@@ -229,7 +229,8 @@ def test_a_trial_is_made_once_and_its_number_is_kept(
     at_once = json.loads((cells / run_dir.EFFECTIVE).read_text())["runs_at_once"]
     wait_for(lambda: len([*cells.glob("*/metrics.jsonl")]) == at_once, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out = process.stdout.read()  # `communicate` would lose what `readline` has read ahead
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert out.count(" begins: ") == at_once
     planned = gptexp("plan", "-m", *tiny, *LONG, "--json")
