@@ -70,7 +70,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
         config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config) + at
     check_same(directory, config)
     run_dir.save_config(directory, config)
-    if config.log.progress not in ("off", "json") and "key" not in cfg.hydra.sweeper:
+    if config.log.progress not in ("off", "json") and cfg.hydra.sweeper.get("key") != "optim.lr":
         source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
         say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")
 

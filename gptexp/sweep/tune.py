@@ -48,6 +48,7 @@ from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog, read_events
 from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
+from gptexp.sweep.launchers import Places
 from gptexp.sweep.search_prior import Prior, SearchedKey, prior_of, searched_value
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
@@ -304,9 +305,11 @@ class TuneSweeper(CellSweeper):
                 costs += [self._cost(side, batch)] * max(1, USUAL_RUNS - runs.count((side.overrides, batch)))
         left = self._left()
         if self.budget is not None and self.budget.unit == "seconds":  # those that run have not spent theirs yet
-            left -= sum(self._cost(side, trial.batch) for side, trial in self.decided.values())
-            left *= self.at_once
+            left = self.at_once * left - sum(self._cost(side, trial.batch) for side, trial in self.decided.values())
         return sum(cost <= left for cost in itertools.accumulate(sorted(costs)))
+
+    def find_places(self, configs: Sequence[Config]) -> Places:
+        return super().find_places([*configs] * USUAL_RUNS)
 
     def to_run(self) -> list[Config]:
         return [cell.config for side in self.sides for cell in side.cells.values()] * USUAL_RUNS

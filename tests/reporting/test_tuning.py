@@ -69,6 +69,25 @@ def test_a_plateau_is_followed_until_a_loss_is_higher_than_seeds_explain() -> No
     assert next_lr(plateau, seeds=8) is None  # a second seed comes first, to know what seeds explain
 
 
+def test_a_run_between_the_lowest_loss_and_a_jump_is_made_once() -> None:
+    """Also while it runs, and if it diverges; learning rates are rounded to three digits then."""
+    cells = {0.00125: [3.4], 0.0025: [3.2], 0.005: [3.0], 0.01: [3.3]}
+
+    def wanted(lr: float | None = None, loss: float | None = None, *, runs: bool = False) -> float | None:
+        """The learning rate of the run that asks for the form, after one at `lr`."""
+        new = {} if lr is None or loss is None else {lr: [loss]}
+        diverged = [lr] if lr is not None and loss is None and not runs else []
+        running = [Trial(BATCH, lr)] if lr is not None and runs else []
+        curves = fit_curves({BATCH: {**cells, **new}}, {BATCH: diverged}, SPREAD)
+        step = Search(curves, BATCH, running, Goal(4.0, 1)).next_step()
+        return step.trial.lr if isinstance(step, Step) and step.why == "form" else None
+
+    assert wanted() == pytest.approx(0.00707, rel=1e-3)
+    assert wanted(0.00707, runs=True) is None
+    assert wanted(0.00707) is None
+    assert wanted(0.00707, 3.2) is None
+
+
 def test_the_noise_is_measured_at_the_lowest_loss() -> None:
     curves = fit_curves({BATCH: {4.0: [3.2], 8.0: [3.0], 16.0: [3.1], 32.0: [3.6]}}, {}, SPREAD)
     step = next_steps(curves, [], Goal(0.25, 8), {BATCH: 8.0}, 0.85)[BATCH]

@@ -204,7 +204,7 @@ class BatchFit:
 
         The standard error contains the curve's uncertainty and the cell's noise, or only the noise: for cells that
         hardly count, because they have not moved the curve, and for the best cell, whose loss is shown as the answer.
-        The fit can take a single low loss for noise, so the noise of the best cell is bounded here.
+        The fit can take a single low loss for noise, so the noise of a single best run is bounded here.
         """
         draws = self.posterior.loss(self.batch, self.x)
         curve, spread = np.median(draws, axis=0), draws.std(axis=0)
@@ -215,7 +215,8 @@ class BatchFit:
             if curve[i] > far_up:
                 continue  # no form is expected to hold there
             counts = self.weights[lr].mean() >= OUTLYING and lr != self.best
-            sigma = min(self._sigmas[i], NOISIEST * self.spread) if lr == self.best else self._sigmas[i]
+            is_single = lr == self.best and len(seeds) == 1
+            sigma = min(self._sigmas[i], NOISIEST * self.spread) if is_single else self._sigmas[i]
             error = math.hypot(float(spread[i]) * counts, sigma / math.sqrt(len(seeds)))
             misses[lr] = (float(curve[i]) - fmean(seeds)) / error
         return misses
@@ -243,10 +244,8 @@ class BatchFit:
         return outliers
 
     def explains(self, lr: float) -> bool:
-        """Whether the curve explains the loss: not far away, nor if seeds vary more than its noise or hardly count."""
-        seeds = self.losses.get(lr)
-        if seeds is None:
-            return False
+        """Whether the curve explains the loss: not if seeds vary more than its noise, miss it or hardly count."""
+        seeds = self.losses.get(lr, [])
         if len(seeds) < 2:
             return True
         if abs(self.misses.get(lr, 0.0)) > MISSED:

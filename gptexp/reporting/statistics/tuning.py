@@ -30,7 +30,7 @@ FEWEST = 3  # learning rates that a lowest point needs
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
 GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
-JUMP = 0.1  # nats: if the loss rises by more within an octave above the best learning rate, it may jump there
+JUMP = 0.1  # nats: if the loss rises by more from the best learning rate to the next one, it may jump there
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
@@ -122,16 +122,19 @@ class Search:
         """
         gaps = [_gap(other) for other in self.curves.fits.values()]
         below, above = _gap(fit)
-        higher = min((lr for lr in fit.lrs if lr > fit.best), default=fit.best)
-        if fit.means[higher] - fit.means[fit.best] > JUMP:
+        higher = min((lr for lr in self.tried if lr > fit.best), default=fit.best)
+        if fit.means.get(higher, 0.0) - fit.means[fit.best] > JUMP:
             below, above = fit.best, higher
         elif SHARING * sum(low < high < 2**GAP * low for low, high in gaps) >= len(gaps):
             return None
         lr = self.goal.nearest(self.batch, math.sqrt(below * above))
-        if above < 2**GAP * below or not below * SAME < lr < above / SAME or lr in self.tried:
+        if above < 2**GAP * below or not below * SAME < lr < above / SAME or self._is_tried(lr):
             return None
         low, high = interval(fit.octaves)
         return Step(Trial(self.batch, lr), "form", high - low, high - low)
+
+    def _is_tried(self, lr: float) -> bool:
+        return any(1 / SAME < lr / other < SAME for other in self.tried)
 
     def _outside(self) -> float | None:
         means = {lr: fmean(losses) for lr, losses in self.losses.items()}
@@ -141,8 +144,10 @@ class Search:
         if best is None:
             best = self.running[0].lr
         # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau.
-        higher = means.get(best, 0.0) + (RISE * self.curves.spread(self.batch) if self._noise_is_known else 0.0)
-        rising = [lr for lr, mean in means.items() if mean > higher] + [trial.lr for trial in self.running]
+        spread = RISE * self.curves.spread(self.batch) if self._noise_is_known else 0.0
+        error = {lr: spread * math.sqrt((1 / len(self.losses[best]) + 1 / len(self.losses[lr])) / 2) for lr in means}
+        rising = [lr for lr, mean in means.items() if mean > means[best] + error[lr]]
+        rising += [trial.lr for trial in self.running]
         is_above, is_below = any(lr > best for lr in [*rising, *self.diverged]), any(lr < best for lr in rising)
         for end, factor, is_closed in ((self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)):
             if not is_closed and (lr := self._beyond(end, factor)) is not None:
@@ -199,7 +204,8 @@ class Search:
         if repeats and not self._noise_is_known and (not self.curves.noise_is_known or is_weak or self._is_flat(fit)):
             if any(trial.repeat for trial in self.running):
                 return None
-            best = min(repeats, key=lambda number: abs(math.log(candidates[number].lr / fit.best)))
+            lowest = min(self.losses, key=lambda lr: fmean(self.losses[lr]))
+            best = min(repeats, key=lambda number: abs(math.log(candidates[number].lr / lowest)))
             return Step(candidates[best], "noise", now, float(then[best]))
         if is_weak:
             return None if self.running else "exhausted"
@@ -216,6 +222,8 @@ class Search:
         """The runs that may narrow the interval: learning rates between and just outside of the others, and seeds."""
         low, high = (2**end for end in interval(fit.octaves))
         limit = 2 ** float(fit.posterior.cells.limit[fit.posterior.column[self.batch]])
+        if len(fit.lrs) < len(self.losses):  # those above lie on a plateau, and tell nothing of the optimum
+            limit = min(limit, fit.lrs[-1])
         tried = [lr for lr in self.tried if lr <= limit * SAME]
         places = [math.sqrt(a * b) for a, b in itertools.pairwise(tried) if b / a > CLOSEST]
         places += [self._beyond(tried[0], 1 / OCTAVE) or 0.0]
@@ -223,9 +231,9 @@ class Search:
             places += [self._beyond(tried[-1], OCTAVE) or 0.0]
         for place in places:
             lr = self.goal.nearest(self.batch, place) if place else 0.0
-            if low / REACH <= lr <= high * REACH and not any(1 / SAME < lr / other < SAME for other in self.tried):
+            if low / REACH <= lr <= high * REACH and not self._is_tried(lr):
                 yield Trial(self.batch, lr)
-        for lr, seeds in self.losses.items():
+        for lr, seeds in fit.losses.items():
             repeat = len(seeds) + sum(trial.lr == lr for trial in self.running)
             if low / REACH <= lr <= high * REACH and repeat < self.goal.seeds:
                 yield Trial(self.batch, lr, repeat)

@@ -184,7 +184,7 @@ def _noise(arm: Arm) -> Iterator[Finding]:
             "The noise there is taken from the other batch sizes."
             if curves.noise_is_known
             else "Runs of this size and length have had a standard deviation of about "
-            f"{curves.usual_spread:.2g} nats over seeds; intervals assume that, within a factor of 2.7."
+            f"{curves.usual_spread:.2g} nats over seeds; intervals assume that, within a factor of 7."
         )
         yield Finding(f"Noise unknown{where}: no learning rate has two seeds.", assumed)
     sigmas = {batch: curves.by_batch[batch].noise.sigma for batch in curves.optima if batch not in unknown}
