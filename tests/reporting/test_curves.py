@@ -226,7 +226,10 @@ def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) ->
     jump = near | {4.0: [plateau[0]]}
     flat = jump | {2.0 ** (3 + number): [loss] for number, loss in enumerate(plateau[1:])}
     assert fit_curves({1024: flat}, {}, 0.01).near == {1024: jump}
-    assert alone(flat).optimum == alone(jump).optimum
+    optimum = alone(flat).optimum
+    assert optimum == alone(jump).optimum
+    assert optimum is not None
+    assert optimum.holds(1.0)
     unknown = fit_curves({1024: {lr: seeds[:1] for lr, seeds in flat.items()}}, {}, 0.5)
     assert unknown.near == unknown.losses
     wall = fit_curves({1024: jump | {8.0: [4.0], 16.0: [5.0]}}, {}, 0.01)
