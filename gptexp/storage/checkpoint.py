@@ -158,7 +158,8 @@ def begin_to_save(
                 shutil.rmtree(unfinished, ignore_errors=True)
             done.set_exception(_not_saved(target, first_line(error)))
 
-    threading.Thread(target=save, daemon=True).start()  # a lost rank must not keep this process alive
+    # A daemon: a lost rank must not keep this process alive.
+    threading.Thread(target=save, name="checkpoint", daemon=True).start()
     return done
 
 

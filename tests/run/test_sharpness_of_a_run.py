@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,9 @@ def test_a_run_that_was_killed_before_it_measured_does_so_first(
             directory = tmp_path / f"{at}-{late}"
             with pytest.raises(Killed):
                 train_here(own, directory)
+            for thread in threading.enumerate():  # a real kill would end it
+                if thread.name == "checkpoint":
+                    thread.join()
             assert measured_at(directory) == [step for step in (2, 4, 6) if step < at + late]
             monkeypatch.setattr(loop._Loop, "evaluate_checkpoint", plain)
             assert train_here(own, directory) == 0
