@@ -219,9 +219,9 @@ def test_seeds_that_agree_far_above_a_curve_are_named() -> None:
     assert [(outlier.lr, outlier.loss) for outlier in curve.outliers] == [(4.0, 4.0), (4.0, 4.001)]
 
 
-@pytest.mark.parametrize("plateau", [[3.5, 3.49], [3.5, 3.51, 3.45, 3.6], [3.5, 3.55, 3.4, 3.5, 3.3]])
+@pytest.mark.parametrize("plateau", [[3.5, 3.49], [3.5, 3.51, 3.45, 3.6], [3.5, 3.55, 3.4, 3.5, 3.3], [3.9, 3.6, 3.7]])
 def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) -> None:
-    """But it does if nothing nearer is worse for sure, and so do losses that rise on."""
+    """But it does if nothing nearer is worse for sure, and so do losses that rise on, or fall to half and lower."""
     near = {2.0**x: [3 + 0.05 * x * x - 0.002, 3 + 0.05 * x * x + 0.002] for x in range(-3, 2)}
     jump = near | {4.0: [plateau[0]]}
     flat = jump | {2.0 ** (3 + number): [loss] for number, loss in enumerate(plateau[1:])}
@@ -232,8 +232,10 @@ def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) ->
     assert optimum.holds(1.0)
     unknown = fit_curves({1024: {lr: seeds[:1] for lr, seeds in flat.items()}}, {}, 0.5)
     assert unknown.near == unknown.losses
-    wall = fit_curves({1024: jump | {8.0: [4.0], 16.0: [5.0]}}, {}, 0.01)
+    wall = fit_curves({1024: jump | {8.0: [plateau[0] + 0.5], 16.0: [plateau[0] + 1.5]}}, {}, 0.01)
     assert wall.near == wall.losses
+    spike = fit_curves({1024: near | {4.0: [3.9], 8.0: [3.4]}}, {}, 0.01)
+    assert spike.near == spike.losses
 
 
 @pytest.mark.parametrize("seeds", [1, 3])

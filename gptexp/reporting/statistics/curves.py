@@ -29,8 +29,9 @@ FAR_UP = 0.5  # share of the range of mean losses; cells where the curve lies hi
 WILD = 2.0  # seeds that vary by more than so many times the curve's noise are judged without the curve
 MISSED = 4.0  # standard errors beyond which a curve does not explain a cell
 NOISIEST = 3.0  # of a seed's spread: the most noise that may explain how low the lowest loss is
-CLEARLY = 4.0  # of a seed's spread: a mean loss that is higher than the lowest one by more is worse for sure
+RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%
 FLATTER = 0.5  # above a minimum, a plateau begins where the loss rises less steeply than this share of before
+FALLEN = 0.5  # a loss was high by chance if, at the next higher learning rate, less than this share of it is left
 SAME = 1.02  # learning rates within this ratio are one
 SPACING = 2.0  # ratio from the only learning rate of a grid to the next ones on both sides
 CLOSEST = 1.3  # between two learning rates within this ratio, another one says little
@@ -283,25 +284,32 @@ class Curves:
 
         There no form holds: losses jump, and then stay about the same over octaves. So if losses that are worse for
         sure lie on both sides of the lowest one, those count up to the first such after which the loss rises less than
-        half as steeply. One after which it falls, by more than seeds explain, is no plateau.
+        half as steeply. One after which it falls by more than half of its height was high by chance.
         """
         return {batch: self._near(batch) for batch in self.losses}
 
     def _near(self, batch: int) -> dict[float, list[float]]:
-        losses = self.losses[batch]
+        losses, worse = self.losses[batch], self.worse_rates(batch)
         means = {lr: fmean(losses[lr]) for lr in sorted(losses)}
-        best, margin = min(means, key=lambda lr: means[lr]), CLEARLY * self.spread(batch)
-        worse = [lr for lr in means if means[lr] > means[best] + margin]
+        best = min(means, key=lambda lr: means[lr])
         if not worse or not min(worse) < best < max(worse):
             return losses
         steepest = 0.0
         for lr, following in itertools.pairwise(lr for lr in means if lr >= best):
-            rise = means[following] - means[lr]
-            slope = rise / math.log2(following / lr)
-            if lr in worse and slope < FLATTER * steepest and rise > -margin:
+            slope = (means[following] - means[lr]) / math.log2(following / lr)
+            is_high = means[following] - means[best] > FALLEN * (means[lr] - means[best])
+            if lr in worse and slope < FLATTER * steepest and is_high:
                 return {other: seeds for other, seeds in losses.items() if other <= lr}
             steepest = max(steepest, slope)
         return losses
+
+    def worse_rates(self, batch: int) -> list[float]:
+        """The learning rates whose mean loss is higher than the lowest one by more than seeds explain."""
+        losses = self.losses[batch]
+        means = {lr: fmean(seeds) for lr, seeds in losses.items()}
+        best, margin = min(means, key=lambda lr: means[lr]), RISE * self.spread(batch)
+        error = {lr: margin * math.sqrt((1 / len(losses[best]) + 1 / len(losses[lr])) / 2) for lr in losses}
+        return [lr for lr, mean in means.items() if mean - means[best] > error[lr]]
 
     def spread(self, batch: int) -> float:
         """The standard deviation over seeds, in nats: the usual one, as far as the seeds here allow it.

@@ -32,7 +32,6 @@ GAP = 0.8  # octaves: the widest gap between the learning rates around the best 
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
 JUMP = 0.1  # nats: if the loss rises by more from the best learning rate to the next one, it may jump there
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
-RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
 SMALLEST_GAIN = 0.98  # a run must narrow the interval to less than this share of its width
@@ -144,9 +143,7 @@ class Search:
         if best is None:
             best = self.running[0].lr
         # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau.
-        spread = RISE * self.curves.spread(self.batch) if self._noise_is_known else 0.0
-        error = {lr: spread * math.sqrt((1 / len(self.losses[best]) + 1 / len(self.losses[lr])) / 2) for lr in means}
-        rising = [lr for lr, mean in means.items() if mean > means[best] + error[lr]]
+        rising = self.curves.worse_rates(self.batch) if means and self._noise_is_known else list(means)
         rising += [trial.lr for trial in self.running]
         is_above, is_below = any(lr > best for lr in [*rising, *self.diverged]), any(lr < best for lr in rising)
         for end, factor, is_closed in ((self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)):
