@@ -107,8 +107,12 @@ class CellSweeper(Sweeper):
         return 0
 
     def title(self, cell: Cell) -> str:
-        """Return what the line that announces a cell says of it."""
+        """Return what the lines on the terminal call a cell."""
         return cell.name
+
+    def announcement(self, cell: Cell) -> str:
+        """Return what the line says that announces a cell."""
+        return self.title(cell)
 
     def learn(self, cell: Cell) -> None:
         """Use the result of a cell that has ended, here or under another command."""
@@ -131,7 +135,7 @@ class CellSweeper(Sweeper):
         finally:
             self.launcher.close()
             say(f"--- {counted(len(self.cells), 'cell')} in {self.directory}")
-            say(*map(_outcome, self.cells))
+            say(*(_outcome(cell, cell.name) for cell in self.cells))
             lock.release()  # before the report, which says whether a command still runs it
             if any(cell.directory.exists() for cell in self.cells):  # else a signal came before the first
                 self.report = _report(self.directory, cells[0].config.log)
@@ -321,7 +325,7 @@ class CellSweeper(Sweeper):
         self.begun += 1
         where = f" on GPU {', '.join(gpus)}" if gpus else self.launcher.where
         how = f"begins{where}" if job is None else f"runs as {job} of an earlier command"
-        say(f"--- cell {self.begun} of {self.total} {how}: {self.title(cell)}")
+        say(f"--- cell {self.begun} of {self.total} {how}: {self.announcement(cell)}")
         if job is not None:
             return 0
         self.take_decisions(cell)
@@ -351,7 +355,7 @@ class CellSweeper(Sweeper):
         self.learn(cell)
         if (output := cell.directory / run_dir.OUTPUT).exists():
             where = f"; {output}" if cell in self.failed else ""
-            say(f"--- {_outcome(cell)} ({self.done} of {self.total}){where}")
+            say(f"--- {_outcome(cell, self.title(cell))} ({self.done} of {self.total}){where}")
 
     def share_decisions(self) -> bool:
         """Copy a cell's resolved `auto` values to the sweep's directory. Returns whether they are there."""
@@ -477,11 +481,11 @@ def _summary(cell: Cell) -> dict[str, Any]:
         return {"status": "damaged"}
 
 
-def _outcome(cell: Cell) -> str:
+def _outcome(cell: Cell, title: str) -> str:
     summary = _summary(cell)
     loss = summary.get("final_val_loss")
     status = run_dir.present_status(cell.directory, summary) if cell.directory.exists() else "not started"
-    return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {cell.name}"
+    return f"{status:<12} {f'val loss {loss:.4f}' if loss is not None else '':<16} {title}"
 
 
 def _report(directory: Path, log: LogConfig) -> "Report | None":

@@ -292,7 +292,19 @@ class TuneSweeper(CellSweeper):
         return cell
 
     def title(self, cell: Cell) -> str:
-        return _in_words(self.chosen[cell.name], "nats" if self.compares else "octaves")
+        choice = self.chosen[cell.name]
+        seed = f", seed {choice['seed']}" if choice["repeat"] else ""
+        return " ".join([f"{choice['lr']:.3g} at {choice['batch']:,}", *map(str, choice["arm"])]) + seed
+
+    def announcement(self, cell: Cell) -> str:
+        """What is run, and why, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, about 48 s"."""
+        choice, unit = self.chosen[cell.name], "nats" if self.compares else "octaves"
+        now, then, seconds = (choice.get(name) for name in ("octaves", "expected_octaves", "seconds"))
+        is_narrowing = now is not None and then is not None and then < now
+        width = f"interval {now:.2g} -> about {then:.2g} {unit}" if is_narrowing else ""
+        took = "" if seconds is None else f"about {duration(seconds)}"
+        reasons = filter(None, (why_in_words(choice["why"], choice["repeat"]), width, took))
+        return f"{self.title(cell)}: {', '.join(reasons)}"
 
     def to_choose(self) -> int:
         """The number of further runs that are expected."""
@@ -472,13 +484,3 @@ class TuneSweeper(CellSweeper):
                 why = step if isinstance(step, str) else unknown
                 reasons.append({"arm": list(side.overrides), "batch": batch, "why": why})
         return reasons
-
-
-def _in_words(choice: Mapping[str, Any], unit: str) -> str:
-    """A decision, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, 48 s". `unit`: of the interval."""
-    now, then, seconds = (choice.get(name) for name in ("octaves", "expected_octaves", "seconds"))
-    is_narrowing = now is not None and then is not None and then < now
-    width = f"interval {now:.2g} -> about {then:.2g} {unit}" if is_narrowing else ""
-    took = "" if seconds is None else f"about {duration(seconds)}"
-    reasons = ", ".join(filter(None, (why_in_words(choice["why"], choice["repeat"]), width, took)))
-    return " ".join([f"{choice['lr']:.3g} at {choice['batch']:,}", *map(str, choice["arm"])]) + f": {reasons}"
