@@ -221,15 +221,22 @@ def test_seeds_that_agree_far_above_a_curve_are_named() -> None:
 
 @pytest.mark.parametrize("plateau", [[3.5, 3.49], [3.5, 3.51, 3.45, 3.6], [3.5, 3.55, 3.4, 3.5, 3.3], [3.9, 3.6, 3.7]])
 def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) -> None:
-    """But it does if nothing nearer is worse for sure, and so do losses that rise on, or fall to half and lower."""
+    """But losses do if nothing nearer is worse for sure, if they rise on, or fall to half and lower."""
     near = {2.0**x: [3 + 0.05 * x * x - 0.002, 3 + 0.05 * x * x + 0.002] for x in range(-3, 2)}
     jump = near | {4.0: [plateau[0]]}
     flat = jump | {2.0 ** (3 + number): [loss] for number, loss in enumerate(plateau[1:])}
-    assert fit_curves({1024: flat}, {}, 0.01).near == {1024: jump}
+    assert fit_curves({1024: flat}, {}, 0.01).near == {1024: near}
     optimum = alone(flat).optimum
-    assert optimum == alone(jump).optimum
+    assert optimum == alone(near, diverged=[4.0]).optimum
     assert optimum is not None
     assert optimum.holds(1.0)
+    curves = fit_curves({1024: flat}, {}, 0.01)
+    cells = [(1024, 2.0), (1024, 4.0), (1024, 2.0 ** (1 + len(plateau)))]
+    known, first, last = np.median(curves.cell_losses(cells), axis=0)  # as measured, relative to the curve's last one
+    assert (first - known, last - known) == pytest.approx((plateau[0] - 3.05, plateau[-1] - 3.05), abs=0.003)
+    assert curves.worse(cells, (1024, 1.0)) >= {*cells[1:]}
+    small = fit_curves({1024: near | {4.0: [3.08], 8.0: [3.085], 16.0: [3.09]}}, {}, 0.01)  # no jump
+    assert small.near == small.losses
     unknown = fit_curves({1024: {lr: seeds[:1] for lr, seeds in flat.items()}}, {}, 0.5)
     assert unknown.near == unknown.losses
     wall = fit_curves({1024: jump | {8.0: [plateau[0] + 0.5], 16.0: [plateau[0] + 1.5]}}, {}, 0.01)

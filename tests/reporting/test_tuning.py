@@ -69,6 +69,16 @@ def test_a_plateau_is_followed_until_a_loss_is_higher_than_seeds_explain() -> No
     assert next_lr(plateau, seeds=8) is None  # a second seed comes first, to know what seeds explain
 
 
+def test_a_loss_far_below_that_rises_less_than_half_as_steeply_as_a_nearer_one_closes_nothing() -> None:
+    """Then the lowest one may lie in a dip of a plateau, and the optimum below."""
+    dip = {4.0: 2.83, 8.0: 2.9, 16.0: 2.8, 32.0: 3.2}  # 0.1 nats in the next octave, 0.015 for each in two
+    assert next_lr(dip) == pytest.approx(2.0)
+    assert next_lr(dip | {2.0: 2.94}) == pytest.approx(1.0)  # 0.047
+    assert next_lr(dip | {2.0: 2.96}) is None  # 0.053
+    assert next_lr(dip | {2.0: 2.94}, running=(1.0,)) is None
+    assert next_lr({8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None
+
+
 def test_a_run_between_the_lowest_loss_and_a_jump_is_made_once() -> None:
     """Also while it runs, and if it diverges; learning rates are rounded to three digits then."""
     cells = {0.00125: [3.4], 0.0025: [3.2], 0.005: [3.0], 0.01: [3.3]}

@@ -1,6 +1,5 @@
 """The figures of a sweep's results. Those of runs over their training are in line_charts.py."""
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -109,13 +108,12 @@ def _caption_of_curves(arm: Arm, unfinished: int) -> str:
 
 
 def _fitted(arm: Arm) -> list[Spec]:
-    """Points of the fitted curves, with their 68% intervals, over the learning rates that were run."""
+    """Points of the fitted curves, with their 68% intervals, over the learning rates that they are fitted to."""
     points = []
     for batch in arm.curves.optima:
-        assert arm.curves.posterior is not None
-        lrs = sorted(arm.losses[batch])
-        octaves = np.linspace(math.log2(lrs[0]), math.log2(lrs[-1]), SAMPLES)
-        losses = arm.curves.posterior.loss(batch, octaves)
+        fitted = arm.curves.fits[batch]
+        octaves = np.linspace(fitted.x[0], fitted.x[-1], SAMPLES)
+        losses = fitted.posterior.loss(batch, octaves)
         quantiles = np.quantile(losses, [(1 - CENTRAL) / 2, 0.5, (1 + CENTRAL) / 2], axis=0)
         for octave, low, loss, high in np.vstack([octaves, quantiles]).T.tolist():
             points.append({"lr": 2**octave, "loss": loss, "low": low, "high": high, "size": f"{batch:,}"})

@@ -30,6 +30,7 @@ WILD = 2.0  # seeds that vary by more than so many times the curve's noise are j
 MISSED = 4.0  # standard errors beyond which a curve does not explain a cell
 NOISIEST = 3.0  # of a seed's spread: the most noise that may explain how low the lowest loss is
 RISE = 3.3  # of a seed's spread: within it, seeds alone place three losses in 95%
+JUMP = 0.1  # nats: if the loss rises by more above a minimum, it may jump there
 FLATTER = 0.5  # above a minimum, a plateau begins where the loss rises less steeply than this share of before
 FALLEN = 0.5  # a loss was high by chance if, at the next higher learning rate, less than this share of it is left
 SAME = 1.02  # learning rates within this ratio are one
@@ -105,21 +106,28 @@ class BatchFit:
     """The posterior at one batch size, with the losses that it was fitted to."""
 
     def __init__(
-        self, posterior: Posterior, batch: int, losses: Losses, diverged: Sequence[float], spread: float
+        self,
+        posterior: Posterior,
+        batch: int,
+        losses: Losses,
+        diverged: Sequence[float],
+        plateau: Sequence[float],
+        spread: float,
     ) -> None:
-        """`losses`: by rising learning rates; `diverged`: learning rates; `spread`: see `Curves.spread`."""
+        """`losses`: by rising learning rates; `diverged`: learning rates; `plateau`, `spread`: see `Curves`."""
         self.posterior, self.batch, self.losses, self.diverged = posterior, batch, losses, diverged
-        self.spread = spread
+        self.plateau, self.spread = plateau, spread
         j, cells = posterior.column[batch], posterior.cells
         self.lrs, self.x = list(losses), np.log2(list(losses))
         self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
         self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
         self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # lr -> weights of its runs, by rising loss
         self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
-        # The lowest diverged learning rate above the best one is too large, so it ends the grid. But if the
-        # optimum seems to lie between it and the highest one that completed, no loss near the optimum is known.
+        # The lowest learning rate above the best one that diverged or lies on a plateau is too large, so it ends the
+        # grid. But if runs diverged, and the optimum seems to lie between it and the highest one that completed, no
+        # loss near the optimum is known.
         limit, centre = float(cells.limit[j]), float(np.median(self.octaves))
-        is_between = limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
+        is_between = not plateau and limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
         is_closed = math.isfinite(limit) and not is_between
         self.top = limit + NARROWEST if is_closed else float(self.x[-1])  # log2 of the upper end of the grid
         self.below = float((self.octaves < self.x[0]).mean())  # probability that the optimum is below the grid
@@ -153,8 +161,9 @@ class BatchFit:
             return "jagged", "the loss falls and rises more than once, by more than seeds explain"
         if self.misses.get(best, 0.0) > MISSED:
             return "jagged", f"no curve explains how low the loss at {best:g} is"
-        if len(self.lrs) < 3 and max(below, above) < SURE_SIDE:
-            return "too few", f"{counted(len(self.lrs), 'learning rate')} completed, and a lowest point needs three"
+        tried = len(self.lrs) + len(self.plateau)
+        if tried < 3 and max(below, above) < SURE_SIDE:
+            return "too few", f"{counted(tried, 'learning rate')} completed, and a lowest point needs three"
         is_inside = below + above <= OUTSIDE
         low, high = interval(self.octaves)
         if is_inside and self.open_end is None and not low < self.x[0] < self.top < high:
@@ -275,33 +284,40 @@ class Curves:
             for batch, at_batch in self.near.items()
             if len(at_batch) > 1
         )
-        limits = tuple((batch, tuple(lrs)) for batch, lrs in self.diverged.items())
+        sizes = sorted({*self.losses, *self.diverged})
+        limits = tuple((b, (*self.diverged.get(b, ()), *self.plateaus.get(b, ())[:1])) for b in sizes)
         return _posterior(several, limits, self.usual_spread) if several else None
 
     @cached_property
-    def near(self) -> dict[int, dict[float, list[float]]]:
-        """The losses that a curve is fitted to: without those on a plateau far above the minimum.
+    def plateaus(self) -> dict[int, list[float]]:
+        """Batch size -> the learning rates on a plateau far above the minimum, rising; empty if there is none.
 
-        There no form holds: losses jump, and then stay about the same over octaves. So if losses that are worse for
-        sure lie on both sides of the lowest one, those count up to the first such after which the loss rises less than
-        half as steeply. One after which it falls by more than half of its height was high by chance.
+        There training is unstable, and no form holds: the loss jumps, and then stays about the same over octaves. So a
+        plateau tells only that the minimum is below it. It begins, if losses that are worse for sure lie on both sides
+        of the lowest one, at the first such above it after which the loss rises less than half as steeply. One after
+        which it falls by more than half of its height was high by chance, and a jump is of 0.1 nats or more.
         """
-        return {batch: self._near(batch) for batch in self.losses}
+        return {batch: self._plateau(batch) for batch in self.losses}
 
-    def _near(self, batch: int) -> dict[float, list[float]]:
-        losses, worse = self.losses[batch], self.worse_rates(batch)
-        means = {lr: fmean(losses[lr]) for lr in sorted(losses)}
+    def _plateau(self, batch: int) -> list[float]:
+        worse, means = self.worse_rates(batch), {lr: fmean(seeds) for lr, seeds in self.losses[batch].items()}
         best = min(means, key=lambda lr: means[lr])
         if not worse or not min(worse) < best < max(worse):
-            return losses
+            return []
         steepest = 0.0
         for lr, following in itertools.pairwise(lr for lr in means if lr >= best):
             slope = (means[following] - means[lr]) / math.log2(following / lr)
-            is_high = means[following] - means[best] > FALLEN * (means[lr] - means[best])
-            if lr in worse and slope < FLATTER * steepest and is_high:
-                return {other: seeds for other, seeds in losses.items() if other <= lr}
+            height, left = means[lr] - means[best], means[following] - means[best]
+            if lr in worse and height > JUMP and left > FALLEN * height and slope < FLATTER * steepest:
+                return [other for other in means if other >= lr]
             steepest = max(steepest, slope)
-        return losses
+        return []
+
+    @cached_property
+    def near(self) -> dict[int, dict[float, list[float]]]:
+        """The losses that a curve is fitted to: without `plateaus`."""
+        return {batch: {lr: seeds for lr, seeds in losses.items() if lr not in self.plateaus[batch]}
+                for batch, losses in self.losses.items()}  # fmt: skip
 
     def worse_rates(self, batch: int) -> list[float]:
         """The learning rates whose mean loss is higher than the lowest one by more than seeds explain."""
@@ -335,8 +351,8 @@ class Curves:
         """Batch size -> fit, for the batch sizes with two learning rates or more."""
         if (posterior := self.posterior) is None:
             return {}
-        diverged = {batch: self.diverged.get(batch, ()) for batch in posterior.cells.sizes}
-        return {b: BatchFit(posterior, b, self.near[b], lrs, self.spread(b)) for b, lrs in diverged.items()}
+        return {b: BatchFit(posterior, b, self.near[b], self.diverged.get(b, ()), self.plateaus[b], self.spread(b))
+                for b in posterior.cells.sizes}  # fmt: skip
 
     @cached_property
     def by_batch(self) -> dict[int, Curve]:
@@ -380,10 +396,16 @@ class Curves:
         return {batch: self.fits[batch].best_losses for batch in self.optima}
 
     def cell_losses(self, cells: Sequence[Cell]) -> Array:
-        """Draws of the expected losses of cells, shape (draws, number of cells). A plateau counts as its first loss."""
-        assert self.posterior is not None
-        last = {batch: max(losses) for batch, losses in self.near.items() if len(losses) < len(self.losses[batch])}
-        return np.hstack([self.posterior.loss(b, [math.log2(min(lr, last.get(b, math.inf)))]) for b, lr in cells])
+        """Draws of the expected losses of cells, shape (draws, number of cells). A plateau lies above as measured."""
+        return np.hstack([self._cell_loss(batch, lr) for batch, lr in cells])
+
+    def _cell_loss(self, batch: int, lr: float) -> Array:
+        fitted = self.fits[batch]
+        last = min(lr, fitted.lrs[-1]) if fitted.plateau else lr
+        known = np.log2([fitted.lrs[-1], *fitted.plateau])
+        means = [self.means[batch, rate] for rate in (fitted.lrs[-1], *fitted.plateau)]
+        above = float(np.interp(math.log2(lr), known, means)) - means[0]
+        return fitted.posterior.loss(batch, [math.log2(last)]) + above
 
     def worse(self, cells: Sequence[Cell], than: Cell) -> set[Cell]:
         """The `cells` whose loss is significantly higher than that of the cell `than`.

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from gptexp.reporting.statistics.curves import CLOSEST, SAME, BatchFit, Curves
+from gptexp.reporting.statistics.curves import CLOSEST, FLATTER, JUMP, SAME, BatchFit, Curves
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.law import independent_difference
 from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
@@ -30,7 +30,6 @@ FEWEST = 3  # learning rates that a lowest point needs
 FLAT = 0.1  # of a seed's spread: a smaller loss from not knowing the best learning rate exactly is not worth a run
 GAP = 0.8  # octaves: the widest gap between the learning rates around the best one
 SHARING = 5  # of so many batch sizes, one has learning rates half an octave apart
-JUMP = 0.1  # nats: if the loss rises by more from the best learning rate to the next one, it may jump there
 EARLY = 0.9  # a search stops when an interval happens to be narrow; it must be narrower by this to hold as often
 REACH = 2.0  # runs lie within this ratio of the ends of the interval that they narrow
 WIDEST = 4096.0  # largest over smallest learning rate; where so many were run, more seeds help, not more of them
@@ -122,7 +121,7 @@ class Search:
         gaps = [_gap(other) for other in self.curves.fits.values()]
         below, above = _gap(fit)
         higher = min((lr for lr in self.tried if lr > fit.best), default=fit.best)
-        if fit.means.get(higher, 0.0) - fit.means[fit.best] > JUMP:
+        if self.curves.means.get((self.batch, higher), 0.0) - fit.means[fit.best] > JUMP:
             below, above = fit.best, higher
         elif SHARING * sum(low < high < 2**GAP * low for low, high in gaps) >= len(gaps):
             return None
@@ -142,10 +141,14 @@ class Search:
             return self._beyond(self.tried[0], 1 / OCTAVE)
         if best is None:
             best = self.running[0].lr
-        # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau.
+        # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau. So it may if
+        # the lowest learning rate has a loss that rises much less, for each octave, than that of a nearer one.
         rising = self.curves.worse_rates(self.batch) if means and self._noise_is_known else list(means)
-        rising += [trial.lr for trial in self.running]
-        is_above, is_below = any(lr > best for lr in [*rising, *self.diverged]), any(lr < best for lr in rising)
+        slopes = {lr: (mean - means[best]) / math.log2(best / lr) for lr, mean in means.items() if lr < best}
+        steepest = max((slopes[lr] for lr in rising if lr < best), default=math.inf)
+        running = [trial.lr for trial in self.running]
+        is_above = any(lr > best for lr in [*rising, *running, *self.diverged])
+        is_below = any(lr < best for lr in running) or slopes.get(min(means, default=best), 0.0) > FLATTER * steepest
         for end, factor, is_closed in ((self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)):
             if not is_closed and (lr := self._beyond(end, factor)) is not None:
                 return lr
@@ -219,27 +222,25 @@ class Search:
         """The runs that may narrow the interval: learning rates between and just outside of the others, and seeds."""
         low, high = (2**end for end in interval(fit.octaves))
         limit = 2 ** float(fit.posterior.cells.limit[fit.posterior.column[self.batch]])
-        if len(fit.lrs) < len(self.losses):  # those above lie on a plateau, and tell nothing of the optimum
-            limit = min(limit, fit.lrs[-1])
         tried = [lr for lr in self.tried if lr <= limit * SAME]
         places = [math.sqrt(a * b) for a, b in itertools.pairwise(tried) if b / a > CLOSEST]
         places += [self._beyond(tried[0], 1 / OCTAVE) or 0.0]
         if limit == math.inf:
             places += [self._beyond(tried[-1], OCTAVE) or 0.0]
-        for place in places:
-            lr = self.goal.nearest(self.batch, place) if place else 0.0
-            if low / REACH <= lr <= high * REACH and not self._is_tried(lr):
+        low, high = low / REACH, high * REACH
+        for lr in (self.goal.nearest(self.batch, place) for place in places if place):
+            if low <= lr <= high and not self._is_tried(lr):
                 yield Trial(self.batch, lr)
         for lr, seeds in fit.losses.items():
             repeat = len(seeds) + sum(trial.lr == lr for trial in self.running)
-            if low / REACH <= lr <= high * REACH and repeat < self.goal.seeds:
+            if low <= lr <= high and repeat < self.goal.seeds:
                 yield Trial(self.batch, lr, repeat)
 
 
 def _gap(fit: BatchFit) -> tuple[float, float]:
     """The learning rates that were run next to the best one, below and above it; equal ends if it is outside them."""
     centre = 2 ** float(np.median(fit.octaves))
-    rates = sorted([*fit.lrs, *fit.diverged])
+    rates = sorted([*fit.lrs, *fit.plateau, *fit.diverged])
     below = max((lr for lr in rates if lr <= centre), default=rates[0])
     return below, min((lr for lr in rates if lr > centre), default=below)
 
