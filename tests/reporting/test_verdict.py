@@ -397,6 +397,23 @@ def test_no_learning_rate_above_one_that_diverged_is_recommended() -> None:
     assert all(float(lr) < 0.36 for rates in proposed for lr in rates.split(","))
 
 
+# The default model at 4,096 tokens a step, three seeds: above 0.005 the loss jumps to a plateau.
+JUMPS = {0.00125: (2.153, 2.153, 2.145), 0.0025: (1.985, 1.968, 1.996), 0.005: (1.877, 1.876, 1.893),
+         0.01: (2.281, 2.12, 2.248), 0.02: (2.353, 2.389, 2.354)}  # fmt: skip
+
+
+def test_an_optimum_next_to_a_jump_is_where_losses_are_known_and_narrowed_below_the_jump() -> None:
+    [answer], further = asked([a_run(4096, lr, x, seed) for lr, of in JUMPS.items() for seed, x in enumerate(of, 1)])
+    assert answer.lr == pytest.approx(0.005)
+    assert answer.low is not None
+    assert answer.high is not None
+    assert answer.low <= 0.005 < answer.high < 0.0105  # it may lie between the best one and the jump
+    assert answer.loss == pytest.approx(1.882, abs=0.005)  # not a lower one that nobody has seen
+    proposed = {float(lr) for of in further for lr in swept_keys(of)["optim.lr"].split(",") if of.batch == 4096}
+    assert proposed
+    assert max(proposed) < 0.01
+
+
 def test_proposals_narrow_each_interval_until_it_is_an_octave_wide() -> None:
     """A wide interval is narrowed by the runs that are proposed, to about what was promised; then nothing is wanted."""
     rng = random.Random(2)

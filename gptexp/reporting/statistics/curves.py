@@ -120,13 +120,16 @@ class BatchFit:
         j, cells = posterior.column[batch], posterior.cells
         self.lrs, self.x = list(losses), np.log2(list(losses))
         self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
+        if math.isfinite(limit := float(cells.limit[j])):  # no loss just below it is known
+            last = posterior.loss(batch, self.x[-1:])[:, 0]
+            self.best_losses = np.where(self.octaves > self.x[-1], last, self.best_losses)
         self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
         self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # lr -> weights of its runs, by rising loss
         self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
         # The lowest learning rate above the best one that diverged or lies on a plateau is too large, so it ends the
         # grid. But if runs diverged, and the optimum seems to lie between it and the highest one that completed, no
         # loss near the optimum is known.
-        limit, centre = float(cells.limit[j]), float(np.median(self.octaves))
+        centre = float(np.median(self.octaves))
         is_between = not plateau and limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
         is_closed = math.isfinite(limit) and not is_between
         self.top = limit + NARROWEST if is_closed else float(self.x[-1])  # log2 of the upper end of the grid

@@ -248,7 +248,8 @@ def _gap(fit: BatchFit) -> tuple[float, float]:
 def regret(fit: BatchFit) -> float:
     """The expected loss in nats of the median of the best learning rate, above the lowest loss of the curve."""
     centre = [float(np.median(fit.octaves))]
-    return float(np.mean(fit.posterior.loss(fit.batch, centre)[:, 0] - fit.best_losses))
+    lowest = fit.posterior.c[:, fit.posterior.column[fit.batch]]  # also where it lies just below a limit
+    return float(np.mean(fit.posterior.loss(fit.batch, centre)[:, 0] - lowest))
 
 
 def variance_left(fit: BatchFit, draws: Array, running: Sequence[float], candidates: Sequence[float]) -> Array:

@@ -223,15 +223,16 @@ def _beyond(arm: Arm) -> Iterator[_Cells]:
 
 def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
     """Cells that show where the optimum is, at a batch size where it is not bracketed."""
-    where, lrs = f"at {tokens(batch)}", list(arm.losses[batch])
-    limit = _limit(arm, batch, curve)
-    below, above = one_step_outside(lrs)
+    where = f"at {tokens(batch)}"
     if curve.status == "jagged":
         if bad := [lr for lr in arm.diverged.get(batch, ()) if lr < curve.best]:
             why = f"{where} training diverged at this learning rate, but not at higher ones: does it again?"
             return _Cells(batch, bad[:1], seeds[:1], why, f"another seed at {bad[0]:g}")
         why = f"{where} another seed shows whether the losses really rise and fall"
-        return _Cells(batch, lrs, seeds[:1], why, "another seed")
+        return _Cells(batch, list(arm.losses[batch]), seeds[:1], why, "another seed")
+    limit = _limit(arm, batch, curve)
+    lrs = [lr for lr in arm.losses[batch] if lr < limit]
+    below, above = one_step_outside(lrs)
     if curve.status == "too few":
         ends = [below, above] if len(lrs) == 1 else [below if curve.best == lrs[0] else above]
         why = f"{where} a lowest point needs three learning rates"
@@ -256,8 +257,9 @@ def _bracketing(arm: Arm, batch: int, curve: Curve, seeds: list[int]) -> _Cells:
 
 
 def _limit(arm: Arm, batch: int, curve: Curve) -> float:
-    """The lowest learning rate that diverged above the best one, or infinity."""
-    return min((lr for lr in arm.diverged.get(batch, ()) if lr > curve.best), default=math.inf)
+    """The lowest learning rate above the best one that diverged or lies on a plateau, or infinity."""
+    too_high = [*arm.diverged.get(batch, ()), *arm.curves.plateaus[batch]]
+    return min((lr for lr in too_high if lr > curve.best), default=math.inf)
 
 
 def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: float) -> Iterator[_Cells]:
@@ -267,7 +269,8 @@ def _narrowing(arm: Arm, batch: int, curve: Curve, seeds: list[int], within: flo
     """
     optimum = curve.optimum
     assert optimum is not None
-    lrs, limit = list(arm.losses[batch]), _limit(arm, batch, curve)
+    limit = _limit(arm, batch, curve)
+    lrs = [lr for lr in arm.losses[batch] if lr < limit]
     ends = [*lrs, limit] if limit < math.inf else lrs
     between = [math.sqrt(a * b) for a, b in itertools.pairwise(ends) if b / a > WIDE_GAP]
     near = [lr for lr in {*lrs, *between} if optimum.low / REACH <= lr <= optimum.high * REACH]
