@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import BYTES, events, processes_of, runs, summary, wait_for
 from sweeps import report_of, wait_until_free
+from test_tune_runs import answers, begun, chosen, search
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -231,3 +232,21 @@ def of_ray(folder: str) -> list[int]:
     return [
         process.pid for process in psutil.process_iter(["cmdline"]) if folder in " ".join(process.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.slow
+@needs_ray
+def test_a_search_on_ray_that_loses_a_node_has_the_choices_and_answers_of_this_machine(
+    ray_nodes: Nodes, start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    other, there = ray_nodes.add(), tmp_path / "outputs/there"
+    process = start(*search(tiny, "there", "world.size=2", ON_RAY))
+    wait_for(lambda: len(begun(there)) > 1, process, 240)
+    ray_nodes.kill(other)
+    ray_nodes.add()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    done = gptexp(*search(tiny, "here", "world.size=2"), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert chosen(there) == chosen(tmp_path / "outputs/here")
+    assert answers(there) == answers(tmp_path / "outputs/here")

@@ -1,4 +1,4 @@
-"""`gptexp tune` with real runs: killed again and again, stopped by Ctrl-C, on SLURM and on Ray."""
+"""`gptexp tune` with real runs: killed again and again, stopped by Ctrl-C, on SLURM. test_ray.py has one on Ray."""
 
 import json
 import signal
@@ -11,13 +11,11 @@ import pytest
 from conftest import BYTES, runs, summary, wait_for
 from sweeps import wait_until_free
 from test_jobs import SLURM, needs_submitit
-from test_ray import ON_RAY, needs_ray
 
 from gptexp.storage.search_log import read_events
 from gptexp.sweep.tune import USUAL_RUNS
 
 if TYPE_CHECKING:
-    from ray_nodes import Nodes
     from slurm_cluster import Cluster
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -118,21 +116,3 @@ def test_a_search_on_slurm_has_the_choices_and_answers_of_this_machine(
     here, there = tmp_path / "outputs/here", tmp_path / "outputs/there"
     assert chosen(there) == chosen(here)
     assert answers(there) == answers(here)
-
-
-@pytest.mark.slow
-@needs_ray
-def test_a_search_on_ray_that_loses_a_node_has_the_choices_and_answers_of_this_machine(
-    ray_nodes: "Nodes", start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path
-) -> None:
-    other, there = ray_nodes.add(), tmp_path / "outputs/there"
-    process = start(*search(tiny, "there", "world.size=2", ON_RAY))
-    wait_for(lambda: len(begun(there)) > 1, process, 240)
-    ray_nodes.kill(other)
-    ray_nodes.add()
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    done = gptexp(*search(tiny, "here", "world.size=2"), timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert chosen(there) == chosen(tmp_path / "outputs/here")
-    assert answers(there) == answers(tmp_path / "outputs/here")

@@ -100,6 +100,7 @@ def _caption_of_curves(arm: Arm, unfinished: int) -> str:
         "these."
         if arm.curves.optima
         else "",
+        "A curve ends below a plateau, where training is unstable." if any(arm.curves.plateaus.values()) else "",
         "Hollow points are outliers, which hardly count." if arm.outliers else "",
         "Crosses at the top are runs that diverged." if arm.diverged else "",
         f"No curve is fitted at {without_curve}." if without_curve else "",
