@@ -22,9 +22,9 @@ import json, sys, time
 from pathlib import Path
 
 directory, at_once, steps, compiled, gib = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:]
-(directory / "effective.json").write_text(
-    json.dumps({"runs_at_once": int(at_once), "compile": compiled == "True", "vocab_size": 320})
-)
+unfinished = directory / "unfinished"
+unfinished.write_text(json.dumps({"runs_at_once": int(at_once), "compile": compiled == "True", "vocab_size": 320}))
+unfinished.rename(directory / "effective.json")
 if steps[at_once] is None:
     sys.exit("a run that fails")
 with (directory / "metrics.jsonl").open("w") as file:
