@@ -211,6 +211,7 @@ def test_every_key_that_is_not_given_is_that_of_the_run(constant: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("of_parent", "given", "expected"),
     [
@@ -305,6 +306,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("given", REFUSED)
 def test_a_branch_that_would_have_another_past_is_refused(constant: Path, given: str) -> None:
     """What the line proposes is accepted, or a checkpoint before it is."""
@@ -398,6 +400,7 @@ def test_a_command_that_does_not_know_branches_refuses_one(constant: Path) -> No
 # --- its place --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_the_name_of_a_cell_has_the_checkpoint_and_not_its_place(mine: Path, tmp_path: Path) -> None:
     def name(parent: Path, step: int, swept: bool = True) -> str:
         given = f"{parent}@{step}"

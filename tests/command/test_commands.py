@@ -69,6 +69,7 @@ def test_the_version_is_printed(light_server: ForkServer, tmp_path: Path) -> Non
     assert light_server.ask(["--version"], tmp_path)["stdout"] == f"gptexp {gptexp.__version__}\n"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

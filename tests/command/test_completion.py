@@ -86,6 +86,7 @@ def test_every_flag_of_a_verb_is_offered(verb: str, capsys: pytest.CaptureFixtur
         assert {*offered} == named | hydras - {*NOT_FOR_USERS}
 
 
+@pytest.mark.e2e
 def test_every_verb_is_offered_and_completes_without_importing_torch(light_server: ForkServer, tmp_path: Path) -> None:
     offered = candidates("gptexp ", VERBS)
     assert offered is not None

@@ -31,6 +31,7 @@ def test_the_least_sharding_that_fits_is_named(ranks: int) -> None:
     assert least_sharding(cfg, ranks, 10**6) is None
 
 
+@pytest.mark.e2e
 def test_models_are_listed_by_size_with_what_they_need(gptexp: Gptexp) -> None:
     done = gptexp("plan", "--models", "--json", "device=h100")
     assert done.returncode == 0, done.stderr

@@ -181,6 +181,7 @@ def test_a_checkpoint_of_nanogpt_before_torch_1_6_is_read(tmp_path: Path) -> Non
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

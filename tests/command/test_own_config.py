@@ -106,6 +106,7 @@ def test_a_primary_config_of_ones_own_composes_as_an_experiment_does(own: Path, 
     assert compose(["optim.lr=4e-3", "model=nano"], str(own / "conf"), "mine.yaml").optim.lr == 4e-3
 
 
+@pytest.mark.e2e
 def test_each_verb_takes_a_primary_config(gptexp: Gptexp, light_server: ForkServer, own: Path, corpus: Path) -> None:
     flags = ["-cd", "conf", "--config-name", "mine", "data=text", f"data.path={corpus}", "data.val_tokens=256"]
     for argv in (["plan", "--json"], ["train", "--dry-run", "--json"], ["prepare"]):

@@ -88,6 +88,7 @@ def test_the_ramp_of_a_plan_is_that_of_the_whole_ramp_also_if_the_run_ends_befor
     assert plan(compose(["model=nano"])).to_dict()["ramp_steps"] == 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("grid", [[], ["-m", "train.seed=1,2"]], ids=["train", "train -m"])
 def test_a_dry_run_of_train_is_the_plan_and_writes_nothing(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, grid: list[str]
@@ -116,6 +117,7 @@ def test_a_dry_run_takes_the_flags_of_train(gptexp: Gptexp, tiny: list[str], tmp
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("verb", [["train", "--dry-run"], ["plan"], ["train"]])
 def test_a_directory_that_train_refuses_is_refused_by_a_plan(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, verb: list[str]

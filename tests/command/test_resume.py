@@ -36,6 +36,7 @@ def test_a_run_can_be_repeated_from_config_yaml_alone(finished: Finished, tmp_pa
     assert equal(finished.directory, again)
 
 
+@pytest.mark.e2e
 def test_a_config_edited_after_an_interruption_is_refused_by_key(
     finished: Finished, gptexp: Gptexp, tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_init_from_loads_the_weights_only(finished: Finished, gptexp: Gptexp, ti
     assert (again.returncode, "completed; nothing to do" in again.stdout) == (0, True), again.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [

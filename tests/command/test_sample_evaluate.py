@@ -52,6 +52,7 @@ def test_evaluate_accepts_another_text(finished: Path, gptexp: Gptexp, tmp_path:
     assert other["val/loss"] > summary(finished)["final_val_loss"] + 1
 
 
+@pytest.mark.e2e
 def test_evaluate_prints_a_line_for_each_file_of_each_data(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     files = {"texts/b.txt": "Nobody eats bread.\n", "texts/a.txt": "1234567890 ", "texts/[c].txt": "xyz "}

@@ -28,6 +28,7 @@ def run(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.e2e
 def test_sharpness_is_that_of_the_runs_own_loss_and_checkpoints(run: Path, gptexp: Gptexp) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = gptexp("sharpness", "run", "--all", "--sequences", "12")
@@ -94,6 +95,7 @@ def test_other_optimizers_have_no_preconditioned_sharpness(gptexp: Gptexp, tiny:
     assert (row["sharpness/preconditioned"], row["sharpness/threshold"]) == (None, None)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("argv", "code", "line"),
     [

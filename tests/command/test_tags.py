@@ -48,6 +48,7 @@ def test_hydras_flags_know_the_short_forms(light_server: ForkServer, tmp_path: P
     assert "--tag T" in light_server.ask(["train", "--help"], tmp_path)["stdout"]
 
 
+@pytest.mark.e2e
 def test_a_run_is_continued_with_other_tags_and_keeps_them(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     started = [*tiny, "hydra.run.dir=out"]
     stopped = gptexp("train", *started, "train.max_minutes=0.0001", "--tag", "first", "--note", "a note")

@@ -62,6 +62,7 @@ def test_the_command_line_overrides_the_learning_rate_of_a_model(overrides: list
     assert compose(overrides).optim.lr == lr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("text", ["1e6", "1.0E6", "1_000e3", "1000000.0", ".1e7", "+1e6"])
 def test_a_whole_number_may_be_written_as_a_float(text: str, corpus: Path, tmp_path: Path) -> None:
     small = ["data=text", f"data.path={corpus}"]  # a cell's name contains the hash of the text, here not of all Python
@@ -88,6 +89,7 @@ def test_a_sweep_of_whole_numbers_may_be_written_as_floats(value: str, sizes: li
     assert [d.values for d in grid.drafts] == [{"batch.total_batch_size": str(size)} for size in sizes]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "text", ["7e10243", "2e55555", "2026_11_26", "1e3", "0x10", "1_0", "inf", "nan", "true", "007", ".5", "5.", "None"]
 )
@@ -189,6 +191,7 @@ def test_token_files_of_others_are_of_gpt2s_tokenizer(corpus: Path) -> None:
     assert compose(["data=tokens", f"data.path={corpus}"]).data.tokenizer == "gpt2"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "schedule").iterdir()))
 def test_a_schedule_is_the_same_with_every_model(name: str) -> None:
     """Also with the default model, whose file sets a shape, a warm-up and an end of its own."""

@@ -262,6 +262,7 @@ REAL = (
 )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("text", REAL)
 def test_a_wrong_command_line_imports_no_torch_and_creates_no_file(
     text: str, server: ForkServer, place: Place, tmp_path: Path
@@ -275,6 +276,7 @@ def test_a_wrong_command_line_imports_no_torch_and_creates_no_file(
     assert place.untouched()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("text", REAL[:: len(REAL) // 3], ids=lambda text: text[:40])
 def test_a_new_interpreter_prints_the_same_refusal_as_the_fork_server(text: str, place: Place, tmp_path: Path) -> None:
     [case] = [case for case in TABLE if case.text == text]
@@ -311,6 +313,7 @@ def test_a_run_directory_of_another_config_is_not_overwritten(server: ForkServer
     assert contents(directory) == before
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("argv", "made", "key"),
     [

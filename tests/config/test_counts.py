@@ -50,6 +50,7 @@ def test_every_key_with_whole_numbers_takes_counts_in_a_file(optimizer: str, tmp
     assert len(keys) > 40
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("text", ["4k", "4096", "4_096", 4096.0, "4.096e3", "0.00390625M"])
 def test_a_count_in_a_file_and_on_the_command_line_gives_one_config(
     text: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_keys_with_other_types_do_not_take_counts(tmp_path: Path, monkeypatch: p
 
 
 # --- sweeps ---
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("value", "sizes"),
     [
@@ -132,6 +134,7 @@ def test_a_wrong_swept_count_in_a_file_is_one_line_with_the_key_and_the_value(va
     assert "whole number" in problem
 
 
+@pytest.mark.e2e
 def test_the_ends_of_an_interval_and_the_number_of_cells_may_be_counts() -> None:
     many = ["hydra.mode=MULTIRUN", "hydra/sweeper=random", "hydra.sweeper.n_cells=0.02k", "hydra.sweeper.seed=1k"]
     spelt, plain = (
@@ -157,6 +160,7 @@ def sweep_of(sizes: str, tokens: str, corpus: Path, tmp_path: Path) -> tuple[str
     return config.sweep.name, [cell.name for cell in cells], command(config), fixed_arguments(config)
 
 
+@pytest.mark.e2e
 def test_the_same_sizes_in_any_spelling_are_the_same_sweep_with_the_same_cells(corpus: Path, tmp_path: Path) -> None:
     rng = random.Random(1)
     spelt = {

@@ -82,6 +82,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_variable(
     assert said in line
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("variable", WANDB_VARIABLES)
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, " ")

@@ -132,6 +132,7 @@ def test_the_files_of_schedules_that_decay_to_zero(name: str, factors: tuple[flo
     assert found == pytest.approx(factors)
 
 
+@pytest.mark.e2e
 def test_named_grids_decay_linearly_unless_another_schedule_is_asked_for() -> None:
     """Not so the recipes, which bring their own."""
 

@@ -325,6 +325,7 @@ def as_arrow(path: Path, texts: list[str]) -> None:
         out.write_table(table, max_chunksize=50)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "write"),
     [(f"a{suffix}", write) for suffix, write in WRITERS.items()]

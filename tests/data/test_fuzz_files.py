@@ -419,6 +419,7 @@ def check(number: int, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first", range(0, TEXTS + TOKENS, 50))
 def test_a_random_file_has_the_right_ids_or_is_refused_in_one_line(tmp_path: Path, first: int) -> None:
     refused = sum(check(number, tmp_path / f"{number}") for number in range(first, first + 50))

@@ -209,6 +209,7 @@ def of_runs(found: list[str], runs: int) -> bool:
     return (found[0], found[-1]) == ("start", "end") and counts == [runs, 4 * runs, runs, runs]
 
 
+@pytest.mark.e2e
 def test_stdout_of_a_run_is_json_only(gptexp: Gptexp, tiny: list[str]) -> None:
     run = ("train", *tiny, *JSON_MODE, "hydra.run.dir=out")
     assert of_runs(kinds(gptexp(*run)), 1)

@@ -149,6 +149,7 @@ def test_a_failing_server_gives_one_line(push: Gptexp, server: WandbServer, beha
     assert server.url in done.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("argv", "env", "code", "said"),
     [

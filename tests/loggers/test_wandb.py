@@ -194,6 +194,7 @@ def test_only_a_new_run_outside_of_a_sweep_takes_the_id_of_an_agent(
         assert known is None or sink._id() == known
 
 
+@pytest.mark.e2e
 def test_disabled_never_imports_wandb(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; "
@@ -236,6 +237,7 @@ def test_a_resumed_offline_run_keeps_its_id_and_wandb_reads_its_file(
     assert "grid" in text
 
 
+@pytest.mark.e2e
 def test_wandb_writes_its_files_into_its_own_directory_if_one_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_error_limit_separates_float32_from_bfloat16() -> None:
     assert ((a @ b).double() - exact).norm() / exact.norm() < cpu.FLOAT32_ERROR / 2
 
 
+@pytest.mark.e2e
 def test_flushed_denormals_are_zero_on_all_threads() -> None:
     """In a new process, because the setting stays and threads inherit it when they start."""
     script = (

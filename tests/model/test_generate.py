@@ -173,6 +173,7 @@ def test_the_ends_of_the_range_of_a_draw_choose_a_possible_id(draw: float, top_p
     assert chosen in (1, 2)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "how", [Sampling(1, 1.0, 0), Sampling(1, 0.7, 0), Sampling(1, 2.0, 3), Sampling(1, 1.0, 9, 0.8)]
 )

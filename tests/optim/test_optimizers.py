@@ -304,6 +304,7 @@ def test_the_program_may_do_with_an_optimizer_what_its_algorithm_allows() -> Non
     assert {*OPTIMIZERS} == {*REFERENCES, "adamw", "muon"}, "an optimizer without a formula"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_updated_alike_alone_if_the_optimizer_says_so(name: str) -> None:
     """World.sharding=full gives each rank some rows of a matrix, as a parameter of its own."""
@@ -342,6 +343,7 @@ def test_nothing_is_allowed_to_an_optimizer_that_says_nothing(monkeypatch: pytes
     assert any("optim=silent" in line for line in confounds_of({"optim.name": "silent"}))
 
 
+@pytest.mark.e2e
 def test_no_optimizer_imports_the_compiler() -> None:
     """It would take a second of each start."""
     script = """
@@ -369,6 +371,7 @@ def test_every_parameter_is_in_exactly_one_group_and_vectors_do_not_decay(name: 
         assert all(group["weight_decay"] == (0.3 if p.dim() > 1 else 0.0) for p in group["params"])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_not_clipped_inside(name: str) -> None:
     """Adaptive optimizers do not see the size of gradients; the updates of the others are proportional to it.
@@ -410,6 +413,7 @@ def test_a_first_update_by_tiny_gradients_has_the_size_that_eps_gives_it(name: s
     assert moved == pytest.approx([moved[0] * (1 + 0.01) / (1 + eps) for eps in (0.01, 3, 10_000)], rel=1e-6)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_state_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     c = config(name, lr=0.01)

@@ -45,6 +45,7 @@ def start(kind: str, ignored: signal.Signals | None = None) -> subprocess.Popen[
     return process
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM"])
 def test_the_first_signal_requests_a_stop_and_a_later_one_ends_the_process(name: str) -> None:
     process = start("single")

@@ -25,6 +25,7 @@ def spins(**environment: str) -> str:
     return value
 
 
+@pytest.mark.e2e
 def test_a_thread_that_waits_sleeps_soon() -> None:
     assert spins() == str(SPINS)
 

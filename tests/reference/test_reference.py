@@ -99,6 +99,7 @@ TIER = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("case", [pytest.param(case, marks=TIER.get(case, [])) for case in CASES])
 def test_a_run_trains_as_the_independent_trainer(gptexp: Gptexp, short_text: Path, tmp_path: Path, case: str) -> None:
     """Losses, norms, learning rates and validation losses of eight steps, over an epoch's end."""
@@ -143,6 +144,7 @@ def test_the_independent_trainer_imports_nothing_of_the_package() -> None:
     assert not [name for name in names if name.partition(".")[0] == "gptexp"]
 
 
+@pytest.mark.e2e
 def test_transformers_computes_the_same_logits_and_validation_loss_from_a_runs_weights(
     gptexp: Gptexp, short_text: Path, tmp_path: Path
 ) -> None:

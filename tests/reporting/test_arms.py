@@ -90,6 +90,7 @@ def with_law(arm: Arm, **changes: Any) -> Arm:
     return changed
 
 
+@pytest.mark.e2e
 def test_the_laws_of_two_arms_are_compared(report: Report) -> None:
     [gap] = [line for line in report.verdict.lines if line.startswith("The exponents of scaling.betas=")]
     interval = re.search(r" differ: their difference is \S+ \(95% interval (\S+) to (\S+)\)", gap)
@@ -171,6 +172,7 @@ def test_a_noise_scale_outside_the_batch_sizes_widens_the_axis_or_is_in_the_capt
         assert text.endswith(f": 6,144 tokens ({arms[0].label}), 6,144 tokens ({arms[1].label}).")
 
 
+@pytest.mark.e2e
 def test_the_axis_of_the_batch_size_covers_the_noise_scale(tmp_path: Path) -> None:
     for name in ("one", "other"):
         keys = {"optim.beta2": 0.9 if name == "one" else 0.95}
@@ -239,6 +241,7 @@ def test_the_limit_is_where_a_line_through_the_losses_crosses(
     assert found.largest == max(draws)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("error", [0.005, 0.01, 0.015])
 @pytest.mark.parametrize(
     ("losses", "truth", "missed_low"),
@@ -290,6 +293,7 @@ def drawn_optima(rng: np.random.Generator, exponent: float, sd: float) -> dict[i
     return {batch: octaves + sd * rng.standard_normal(400) for batch, octaves in drawn.items()}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("sds", [(0.1,) * 2, (0.1,) * 4, (0.02, 0.1, 0.5, 0.1)])
 def test_of_equal_arms_the_two_that_differ_most_rarely_differ_significantly(sds: tuple[float, ...]) -> None:
     rng = np.random.default_rng(len(sds))
@@ -371,6 +375,7 @@ def test_the_law_of_an_arm_is_said_with_what_limits_it(arms: list[Arm], changes:
     assert len(list(filter(None, finding.why.split(". ")))) == limits
 
 
+@pytest.mark.e2e
 def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_other(tmp_path: Path) -> None:
     """It falls as 1 / width without weight decay, and stays with it."""
     for width in (32, 64, 128):

@@ -183,6 +183,7 @@ def test_successive_halving_discards_the_best_rate_where_learning_curves_cross()
     assert within(rows("bracket, parabola", arms), 0.5) >= 0.9
 
 
+@pytest.mark.e2e
 def test_the_adapter_runs_what_a_tuner_wants() -> None:
     """A run that does not exist ends it; the budget is kept."""
     arm, _ = table(np.random.default_rng(5), 0.1)
@@ -200,6 +201,7 @@ def test_the_adapter_runs_what_a_tuner_wants() -> None:
     assert Tune(Elsewhere(), 8)(arm, rng).runs == []
 
 
+@pytest.mark.e2e
 def test_optuna_has_as_many_runs_as_tune() -> None:
     pytest.importorskip("optuna")
     arm, _ = table(np.random.default_rng(6), 0.1)

@@ -32,6 +32,7 @@ def sweep(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.e2e
 def test_nothing_is_said_of_a_whole_sweep(sweep: Path) -> None:
     found = captions(sweep)
     drawn = {"curves", "loss", "noise-scale", "cosine", "heatmap", "law", "optima", "isoloss", "throughput"}
@@ -39,6 +40,7 @@ def test_nothing_is_said_of_a_whole_sweep(sweep: Path) -> None:
     assert [(key, word) for key, text in found.items() for word in LACKS if word in text] == []
 
 
+@pytest.mark.e2e
 def test_runs_without_values_are_counted(sweep: Path) -> None:
     for run in (runs := sorted(sweep.glob("lr=0.04,total_batch_size=4096*"))):
         (run / run_dir.METRICS).unlink()
@@ -53,6 +55,7 @@ def test_runs_without_values_are_counted(sweep: Path) -> None:
     assert "mpty cell" not in found["heatmap"]
 
 
+@pytest.mark.e2e
 def test_batch_sizes_without_an_optimum_are_named_with_the_reason(sweep: Path) -> None:
     largest = [run for run in sweep.glob("lr=*,total_batch_size=16384*") if not run.name.startswith("lr=0.08")]
     for run in largest:

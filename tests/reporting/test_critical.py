@@ -120,6 +120,7 @@ def test_losses_of_averaged_weights_count_if_all_runs_have_them(tmp_path: Path) 
     assert not arm.averages
 
 
+@pytest.mark.e2e
 def test_the_fewest_steps_are_those_of_a_curve_and_not_of_a_lucky_run(tmp_path: Path) -> None:
     """Seeds vary the steps by 10%, and the fastest of seven learning rates is too fast by nearly as much."""
     rng = np.random.default_rng(0)

@@ -56,6 +56,7 @@ VERDICTS: dict[str, tuple[Mapping[float, Sequence[float]], Sequence[float], floa
 }  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_verdict_is_that_of_a_reader(name: str) -> None:
     losses, diverged, spread, status, side = VERDICTS[name]
@@ -103,6 +104,7 @@ def worse_than_the_best(losses: Mapping[float, Sequence[float]], spread: float) 
     return {lr for _, lr in others}, {lr for _, lr in curves.worse(list(others), best)}
 
 
+@pytest.mark.e2e
 def test_cells_are_judged_by_their_seeds_where_no_curve_explains_them() -> None:
     """Seeds that agree lie 0.3 nats below the curve: then every other cell is worse."""
     losses = {2.0**x: [3.3 + 0.01 * x, 3.31 + 0.01 * x, 3.32 + 0.01 * x, 3.305] for x in range(7)}
@@ -195,6 +197,7 @@ def test_one_learning_rate_in_two_roundings() -> None:
     assert optimum.low < 0.003 < optimum.high
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "losses",
     [
@@ -245,6 +248,7 @@ def test_a_plateau_far_above_a_minimum_does_not_move_it(plateau: list[float]) ->
     assert spike.near == spike.losses
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_a_loss_far_above_all_others_hardly_counts_and_is_named(seeds: int) -> None:
     sweep = draw(np.random.default_rng(5), [0.0] * 3, seeds=seeds)

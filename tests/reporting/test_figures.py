@@ -96,6 +96,7 @@ def tooltips(spec: Any) -> Iterator[dict[str, Any]]:
         yield from tooltips(inner)
 
 
+@pytest.mark.e2e
 def test_tooltips_have_words_and_rounded_numbers(tmp_path: Path) -> None:
     found = figures_of(write_sweep(tmp_path / "sweep", batches=(4096, 8192, 16384), schedule="constant"))
     entries = [entry for figure in found.values() for entry in tooltips({**figure.spec, "data": None})]

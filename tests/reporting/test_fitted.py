@@ -64,6 +64,7 @@ def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, own: str)
     assert compose([*LIKE, "optim.lr=0.5"], own).optim.lr == 0.5
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "optim",
     [
@@ -106,6 +107,7 @@ def test_the_law_of_an_arm_with_scaled_betas_says_so(runs: list[Run], tmp_path: 
     assert list(fitted_warnings(compose([*LIKE], str(tmp_path)))) == [betas + UNLIKE]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0), ("power", 4**0.3)])
 def test_a_law_has_the_weight_decay_that_the_rule_gave_its_runs(
     runs: list[Run], tmp_path: Path, rule: str, factor: float
@@ -189,6 +191,7 @@ def test_a_text_of_a_run_is_written_as_data(runs: list[Run], tmp_path: Path, tex
     assert "data.tokenizer" not in fit.settings
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("overrides", "first", "keys"),
     [
@@ -293,6 +296,7 @@ def test_a_law_without_facts_is_used_without_a_question(own: str, tmp_path: Path
     assert [*fitted_warnings(cfg), *other_text(cfg, "4567")] == []
 
 
+@pytest.mark.e2e
 def test_a_sweep_uses_the_law_and_refuses_the_cells_of_other_models(own: str) -> None:
     sizes = compose_sweep([*LIKE, "hydra.mode=MULTIRUN", "batch.total_batch_size=4096,16384,65536"], own)
     configs = [draft.config for draft in sizes.drafts if draft.config is not None]
@@ -359,6 +363,7 @@ WARNED = (
 )
 
 
+@pytest.mark.e2e
 def test_a_run_prints_each_warning_once_and_so_does_its_plan(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], of_tiny: list[str]
 ) -> None:

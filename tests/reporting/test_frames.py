@@ -225,6 +225,7 @@ def test_without_pandas_the_command_that_installs_it_is_named(
         load(finished_run)
 
 
+@pytest.mark.e2e
 def test_the_package_lists_its_public_names_without_loading_torch_or_pandas() -> None:
     script = """
 import sys, gptexp

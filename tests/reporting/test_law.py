@@ -28,6 +28,7 @@ def fitted(rng: np.random.Generator, levels: list[float], errors: list[float], c
     return law
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("errors", "common"), [([0.05] * 3, 0.0), ([0.1] * 6, 0.3), ([0.3, 0.1, 0.05, 0.1], 0.0), ([0.05, 0.2], 0.1)]
@@ -47,6 +48,7 @@ def test_intervals_of_the_exponent_hold_it(alpha: float, errors: list[float], co
         assert law.at(4 * law.tokens) == pytest.approx(law.lr * 4**law.exponent)
 
 
+@pytest.mark.e2e
 def test_the_exponent_of_a_sweep_is_recovered_and_other_rules_are_rejected() -> None:
     rng = np.random.default_rng(7)
     for alpha in (0.0, 0.5, 1.0):

@@ -119,6 +119,7 @@ def test_a_sweep_shows_its_lowest_loss_below_a_guess_or_what_its_cells_share(
     assert mine["size_bytes"] == int(size.stdout.split()[0]) - sweep.stat().st_blocks * 512
 
 
+@pytest.mark.e2e
 def test_a_sweep_shows_the_mean_loss_of_the_cell_that_its_report_calls_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

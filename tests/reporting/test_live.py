@@ -355,6 +355,7 @@ def test_a_directory_that_does_not_exist_is_waited_for(tmp_path: Path) -> None:
     assert "4.0000" in shown(watched(tmp_path / "outputs"))
 
 
+@pytest.mark.e2e
 @needs_chromium
 def test_the_index_filters_and_opens_a_sweep_and_a_sweep_its_cell(browser: "Browser", tmp_path: Path) -> None:
     write_sweep(tmp_path / "outputs/sweep", batches=(4096,), seeds=1)

@@ -33,6 +33,7 @@ def false_share(configs: int, seeds: Sequence[int], noise: str, repeats: int) ->
     return found / repeats
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("configs", "seeds", "noise"), [(2, (3,), "equal"), (4, (3,), "unequal"), (8, (3,), "equal")])
 def test_equal_configs_are_rarely_called_different(configs: int, seeds: Sequence[int], noise: str) -> None:
     """Without a correction 17% of four and 41% of eight are. Of 100 sweeps 11 are false by chance once in 100 times."""

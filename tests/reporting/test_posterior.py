@@ -25,6 +25,7 @@ def assert_calibrated(found: Tally, share: float = 0.9, at_once: int = 4) -> Non
     assert len(found.low) >= 0.9 * found.due
 
 
+@pytest.mark.e2e
 def test_intervals_hold_the_truth() -> None:
     """A sweep of a few kinds, with a bound that a broken fit fails. Each sweep counts as one trial."""
     found = [tally(optima, name, 1) for name in QUICK]
@@ -147,6 +148,7 @@ def fit_of(name: str) -> Posterior:
     return fit(EDGES[name], {}, USUAL)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", EDGES)
 def test_odd_sweeps_have_finite_draws(name: str) -> None:
     found = fit_of(name)

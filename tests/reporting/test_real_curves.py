@@ -67,6 +67,7 @@ REAL = library()
 ids = [real.name for real in REAL]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("real", REAL[::3], ids=ids[::3])
 def test_the_verdict_on_a_real_curve_is_that_of_a_reader(real: Real) -> None:
     assert_read(real)

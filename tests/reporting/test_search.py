@@ -159,6 +159,7 @@ def test_the_chart_and_the_table_of_decisions_agree(done: Path) -> None:
     assert (done / "pictures" / "narrowing.png").exists()
 
 
+@pytest.mark.e2e
 @needs_chromium
 def test_the_page_of_a_search_is_drawn_and_its_decisions_open(browser: "Browser", done: Path) -> None:
     page = browser.new_page()

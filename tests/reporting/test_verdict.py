@@ -162,6 +162,7 @@ def test_an_arm_is_named_by_the_option_of_its_model_or_a_few_keys(
     assert {arm.label for arm in analyse("sweep", find_runs(tmp_path)).arms} == labels
 
 
+@pytest.mark.e2e
 def test_arms_of_optimizers_are_named_by_them_and_their_proposals_belong_to_them(tmp_path: Path) -> None:
     """Keys that only the optimizer decides do not name an arm. Its command has them: they may be no start values."""
     pytest.importorskip("pytorch_optimizer", reason="no pytorch_optimizer; pip install 'gptexp[optim]'")
@@ -247,6 +248,7 @@ def test_a_warm_up_in_steps_is_flagged_in_a_sweep_of_batch_sizes(tmp_path: Path)
     assert "schedule.warmup_steps=5 counts steps, so the number of warm-up tokens differs" in verdict(tmp_path)
 
 
+@pytest.mark.e2e
 def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch_size(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep", batches=(2048, 4096, 8192, 16384), schedule="constant")
     lines = report_of(root)["verdict"]
@@ -261,6 +263,7 @@ def test_the_noise_scale_is_reported_with_the_batch_sizes_and_the_critical_batch
     assert len(critical) == (len(marked) > 4)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
@@ -379,6 +382,7 @@ PROPOSED: dict[str, tuple[list[Run], str, dict[str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", PROPOSED)
 def test_what_is_open_gets_its_status_and_a_proposal(name: str) -> None:
     runs, status, keys = PROPOSED[name]

@@ -139,6 +139,7 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
         assert (parent.directory, parent.step) == (run, 4)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("run")
 def test_in_a_sweep_best_is_the_step_that_it_stands_for(gptexp: Gptexp, tiny: list[str]) -> None:
     swept = gptexp("train", "-m", *tiny, *BYTES, "train.max_steps=1", "init_from=run@best,run@4", "sweep.name=s")

@@ -63,6 +63,7 @@ def test_transformers_computes_what_the_run_computes(finished_run: Path, gptexp:
     assert not list(tmp_path.glob("hf/.*"))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["bytes", "chars"])
 def test_a_model_without_biases_and_with_another_tokenizer(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
@@ -276,6 +277,7 @@ def test_a_wrong_command_is_one_line_and_writes_nothing(
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["full", "full/file"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("out", [".", "link"])
 def test_an_empty_directory_is_filled_wherever_it_is(
     finished_run: Path, gptexp: Gptexp, tmp_path: Path, out: str

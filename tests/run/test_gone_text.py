@@ -48,6 +48,7 @@ def unfinished(run: Path) -> Path:
     return half
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("data", DATA)
 def test_every_command_goes_on_with_the_cached_tokens(
     own: Gptexp, tiny: list[str], texts: list[Path], data: str, tmp_path: Path

@@ -81,6 +81,7 @@ def test_the_process_uses_the_decided_number_of_threads(tiny: list[str], tmp_pat
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.e2e
 def test_an_evaluation_that_was_due_at_an_interruption_runs_first_after_resuming(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_rollback_does_not_go_to_a_checkpoint_that_was_only_measured(
     assert measured == [[2], [3, 4], [3, 4], [3, 6], [6, 7]]  # after the rollback the fourth step is another one
 
 
+@pytest.mark.e2e
 def test_a_run_that_was_killed_before_it_measured_does_so_first(
     tiny: list[str], tmp_path: Path, measured: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def tokenizer_json(tmp_path: Path, corpus: Path) -> Path:
     return path
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "n_vocab", "vocab_size"), [("bytes", 257, 320), ("chars", None, 64), ("FILE", 270, 320)]
 )

@@ -130,6 +130,7 @@ def test_a_run_whose_loss_stays_high_ends_early_as_diverged(
     assert "has stayed 1 nats above its minimum" in capsys.readouterr().err
 
 
+@pytest.mark.e2e
 def test_text_of_another_kind_ends_a_sequential_run_which_goes_on_without_the_limit(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

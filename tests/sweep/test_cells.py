@@ -190,6 +190,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.e2e
 def test_a_cell_is_composed_as_by_hydra() -> None:
     with hydra_engine() as engine:
         sweep = composition(engine, ["optim.lr=1e-3,2e-3", "hydra.sweep.dir=here"], None, multirun=True)

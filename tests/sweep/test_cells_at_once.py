@@ -69,6 +69,7 @@ def tried(configs: list[Config], tmp_path: Path) -> Try:
     return make
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("steps", "at_once", "compared"),
     [

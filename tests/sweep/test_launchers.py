@@ -50,6 +50,7 @@ def test_the_number_of_parallel_cells_follows_from_the_gpus(
     assert CellLauncher().places([compose(["model=nano", *overrides])] * 3) == places
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="no trial elsewhere")
 def test_on_a_cpu_the_number_is_given_or_saved_or_found_by_a_trial(
     gptexp: Gptexp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -17,6 +17,7 @@ ARMS = {
 }
 
 
+@pytest.mark.e2e
 def test_six_arms_have_five_learning_rates_three_seeds_and_heads_of_one_size() -> None:
     configs = [drafted.config for drafted in compose_sweep(["experiment=lr_transfer"]).drafts]
     cells = {
