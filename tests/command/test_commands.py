@@ -97,6 +97,7 @@ def test_cfg_with_a_wrong_override_is_refused(light_server: ForkServer, tmp_path
     assert done["stderr"].startswith("gptexp: config error: lr=1: unknown key 'lr'")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -150,6 +151,7 @@ def test_wrong_usage_exits_with_2_without_importing_torch(light_server: ForkServ
     assert "usage: gptexp" in done["stderr"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("grid", [[], ["-m", "optim.lr=1e-3,2e-3"]], ids=["train", "train -m"])
 def test_a_missing_gpu_is_refused_before_a_run_directory_is_created(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, grid: list[str]

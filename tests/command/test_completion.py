@@ -135,6 +135,7 @@ def test_files_of_ones_own_are_completed(light_server: ForkServer, tmp_path: Pat
     assert (done["stdout"].split(), done["stderr"]) == (found, "")
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_tab_key_completes_in_bash(folder: Path) -> None:
     script = folder / "bin" / "gptexp"

@@ -68,6 +68,7 @@ def test_gradients_are_reduced_once_a_step_if_whole_ones_fit(gptexp: Gptexp) -> 
         assert planned["memory_bytes"]["peak"] < planned["assumed"]["memory_bytes"]
 
 
+@pytest.mark.e2e
 def test_a_sharding_that_the_config_cannot_have_is_left_out(gptexp: Gptexp) -> None:
     done = gptexp("plan", "--json", "device=h100", "model=gpt2", "world=ddp8", "batch=gpt2", "optim=muon")
     assert json.loads(done.stdout)["memory_by_sharding"].keys() == {"none"}

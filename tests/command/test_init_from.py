@@ -92,6 +92,7 @@ def nanogpt(path: Path, bias: bool = True, prefix: str = "_orig_mod.", **changed
     return gpt
 
 
+@pytest.mark.e2e
 def test_a_model_that_transformers_saved_trains_on_here(
     saved: Path, gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -379,6 +380,7 @@ def trained(gptexp: Gptexp, tiny: list[str], corpus: Path, *more: str) -> subpro
     return gptexp("train", *kept, *size, f"data.path={corpus}", *more)
 
 
+@pytest.mark.e2e
 def test_weights_of_a_run_are_refused_for_other_characters(
     gptexp: Gptexp, tiny: list[str], corpus: Path, tmp_path: Path
 ) -> None:

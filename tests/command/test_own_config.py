@@ -174,6 +174,7 @@ def test_a_users_file_may_set_keys_of_its_own_group_only(own: Path) -> None:
     assert (config.sweep.name, config.sweep.parallel, config.model.n_layer) == ("mine", 2, 3)
 
 
+@pytest.mark.e2e
 def test_a_users_files_work_in_train_and_plan_and_extend_the_packaged_ones(gptexp: Gptexp, own: Path) -> None:
     shown = gptexp("train", "--cfg", "job", "--config-dir", "conf", "model=small", "optim=mine")
     planned = gptexp("plan", "--config-dir", "conf", "model=small", "optim=mine", "--json")

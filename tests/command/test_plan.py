@@ -187,6 +187,7 @@ def test_cells_of_one_shape_share_one_timing_sample(monkeypatch: pytest.MonkeyPa
     assert steps == {2048: pytest.approx(0.2), 4096: pytest.approx(0.3), 8192: pytest.approx(0.5)}
 
 
+@pytest.mark.e2e
 def test_the_time_says_how_many_measurements_of_the_sharpness_it_does_not_count(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +285,7 @@ def test_a_plan_for_another_gpu_says_that_it_is_an_estimate(capsys: pytest.Captu
     assert unknown.to_dict()["assumed"]["peak_flops_per_s"] is None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "command", ["gptexp plan device=h100 world=ddp8 model=gpt2", "gptexp plan device=h100 world=ddp8 model=nano"]
 )
@@ -332,6 +334,7 @@ def test_a_plan_for_a_gpu_that_cannot_be_made_is_refused(arguments: list[str], l
     assert line in str(refused.value)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("steps", "warned"), [(150, False), (2000, True)])
 def test_a_plan_warns_of_more_than_four_epochs(
     tiny: list[str], steps: int, warned: bool, capsys: pytest.CaptureFixture[str]

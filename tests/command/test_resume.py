@@ -142,6 +142,7 @@ def stopped(tiny: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.M
     return train
 
 
+@pytest.mark.e2e
 def test_resuming_with_other_data_at_the_same_path_is_refused(
     stopped: Callable[[], list[str]], gptexp: Gptexp, tmp_path: Path
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_signal_stops_a_resumed_run_after_a_checkpoint(
 # --- init_from: the weights of another run ---------------------------------------------------------------------------
 
 
+@pytest.mark.e2e
 def test_init_from_loads_the_weights_only(finished: Finished, gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
     """With a learning rate near zero, the new run ends with the loaded weights. Moments and data start from zero."""
     shutil.copytree(finished.directory, tmp_path / "old")

@@ -80,6 +80,7 @@ def test_evaluate_prints_a_line_for_each_file_of_each_data(finished: Path, gptex
     assert ["texts/short.txt" in line for line in errors] == [True]
 
 
+@pytest.mark.e2e
 def test_evaluate_reads_the_encoding_that_it_is_given(finished: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     text = "Le garçon a mangé près de la forêt. " * 30
     for name, encoding in (("utf.txt", "utf-8"), ("latin.txt", "latin-1")):
@@ -242,6 +243,7 @@ def sweep(finished: Path, tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.e2e
 def test_evaluate_and_sample_take_the_best_run_of_a_sweep(sweep: Path, finished: Path, gptexp: Gptexp) -> None:
     said = f"gptexp: {sweep}: its best run is lr=0.01, with a validation loss of "
     evaluated = gptexp("evaluate", str(sweep))

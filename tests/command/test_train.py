@@ -152,6 +152,7 @@ def test_a_damaged_token_file_ends_a_run_before_its_first_step(
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["gpt2_124m", "gpt3_125m", "shakespeare_50_steps"])
 def test_every_recipe_starts(gptexp: Gptexp, tmp_path: Path, name: str) -> None:
     """The run stops at its data, which is too short or cannot be downloaded here."""

@@ -74,6 +74,7 @@ def test_a_whole_number_may_be_written_as_a_float(text: str, corpus: Path, tmp_p
     assert compose([f"schedule.warmup_tokens={text}", "train.max_tokens=1e9"]).schedule.warmup_tokens == 1_000_000
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("value", "sizes"),
     [
@@ -101,6 +102,7 @@ def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
     assert compose(["log.note=null"]).log.note is None
 
 
+@pytest.mark.e2e
 def test_a_group_without_a_file_may_be_null() -> None:
     """It wins over an experiment's choice of that group. Groups with a default file have no null."""
     defaults = yaml.safe_load((conf_dir() / "config.yaml").read_text())["defaults"]

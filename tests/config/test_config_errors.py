@@ -199,6 +199,7 @@ CASES = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_command_line_is_refused_with_a_line_for_each_problem(
     case: Case, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

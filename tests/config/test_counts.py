@@ -38,6 +38,7 @@ def nested(values: dict[str, object]) -> object:
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}" for key, value in values.items()]))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_key_with_whole_numbers_takes_counts_in_a_file(optimizer: str, tmp_path: Path) -> None:
     keys = [key for key in INT if not key.startswith("optim.") or key[6:] in OPTIMIZERS[optimizer].__dataclass_fields__]

@@ -61,6 +61,7 @@ def test_the_cosine_equals_the_mean_over_pairs() -> None:
     assert norms_of(g).cosine() == pytest.approx(np.mean(pairs) / np.mean((g**2).sum(1)), rel=1e-9)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seed", range(5))
 def test_a_known_noise_scale_is_found_from_four_of_32_micro_batches(seed: int) -> None:
     """Loss |θ - x|²/2 with x ~ N(0, S): a sequence's gradient has covariance S, and |G| = |θ|."""

@@ -36,6 +36,7 @@ def drawn(draw: random.Random) -> StepSizes:
     return StepSizes((start + more) * quantum, start * quantum, draw.randint(1, 3000), quantum)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seed", range(3))
 def test_sizes_and_lengths_are_those_of_a_loop_over_the_steps(seed: int) -> None:
     draw, skipping, complete = random.Random(seed), 0, 0

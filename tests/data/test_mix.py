@@ -69,6 +69,7 @@ def test_a_mix_holds_the_first_tokens_of_each_source(mixed: DataConfig, capfd: p
     compare(mixed)
 
 
+@pytest.mark.e2e
 def test_a_run_says_what_each_source_gives(mixed: DataConfig, tiny: list[str], gptexp: Gptexp, tmp_path: Path) -> None:
     first, second = mixed.mix
     weights = f"data.mix={{{first}: 3, {second}: 1}}"
@@ -99,6 +100,7 @@ def test_a_source_that_changes_is_noticed(mixed: DataConfig) -> None:
         TokenStream(directory)
 
 
+@pytest.mark.e2e
 def test_a_mix_on_the_command_line_is_checked(tmp_path: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt"):

@@ -200,6 +200,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path: Path, monkeypatch:
     assert stream_of(prepare(data)[0]) == ids_of("some text")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("tokenizer", ["gpt2", "chars"])
 def test_nothing_stays_of_a_text_that_is_refused(

@@ -156,6 +156,7 @@ def test_half_of_a_surrogate_pair_is_a_replacement_character() -> None:
         assert encode("a \ud83d b") == gpt2.encode_ordinary("a \ufffd b")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b", "\n" * 1_500_000, " " * 700_000 + "\t" * 700_000 + "x"])
 def test_a_million_blanks_have_the_ids_of_fewer(text: str) -> None:
     """tiktoken's regular expression overflows its stack at this length."""

@@ -146,6 +146,7 @@ def test_under_torchrun_the_rendezvous_comes_from_its_variables() -> None:
     assert rendezvous(Rank(0, 2, 0, 1)) == "env://"  # torch reads MASTER_ADDR and MASTER_PORT
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [

@@ -189,6 +189,7 @@ def run_without_package(argv: list[str], cwd: Path) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_missing_package_is_one_line_before_torch_is_imported(tmp_path: Path, folder: bool) -> None:
     if folder:  # which Python would import as a package without content

@@ -130,6 +130,7 @@ def test_a_failing_server_starts_no_run(
     assert not server.runs
 
 
+@pytest.mark.e2e
 def test_an_unknown_request_is_recorded_as_a_fault(server: WandbServer, tmp_path: Path) -> None:
     python(server, tmp_path, "-c", "import wandb\ntry: wandb.Api().run('e/p/r')\nexcept Exception: pass")
     assert "no such operation here" in server.faults[0]

@@ -139,6 +139,7 @@ def test_initial_weights_have_the_standard_deviations_of_gpt2() -> None:
     assert model.lm_head.weight is model.wte.weight
 
 
+@pytest.mark.e2e
 def test_the_initial_loss_is_that_of_a_uniform_guess() -> None:
     """ln 50304 = 10.83, plus a little for the spread of the initial logits."""
     torch.manual_seed(0)

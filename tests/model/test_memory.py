@@ -74,6 +74,7 @@ def test_the_estimate_is_near_what_an_h100_needed(name: str, batch: int, micro_s
     assert estimate.peak == pytest.approx(gib * 2**30, rel=0.02)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_estimate_counts_the_scores_of_attention(dtype: str) -> None:
     m = replace(DEEP, n_head=8, block_size=256)

@@ -137,6 +137,7 @@ def test_each_sharding_needs_less_than_the_one_before(sharding: str) -> None:
     assert low <= state <= high
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ranks", [4, 16], indirect=True)
 def test_no_rank_holds_the_whole_model_while_it_is_built(ranks: int) -> None:
     m = ModelConfig(n_layer=24, n_head=4, n_embd=64, block_size=32, vocab_size=256)

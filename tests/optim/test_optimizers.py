@@ -361,6 +361,7 @@ for name, cls in OPTIMIZERS.items():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_in_exactly_one_group_and_vectors_do_not_decay(name: str) -> None:
     model = tiny()

@@ -337,6 +337,7 @@ def test_the_difference_of_three_arms_is_said_to_be_corrected(arms: list[Arm]) -
     assert "corrected for 3 pairs" in gap
 
 
+@pytest.mark.e2e
 def test_an_arm_without_an_optimum_is_named_where_the_others_are_compared(two_rules: Path) -> None:
     """At 2,048 tokens a step the first arm has only learning rates below its best one."""
     runs = [run for run in find_runs(two_rules) if not run.name.startswith("none-2048") or run.lr < 0.008]

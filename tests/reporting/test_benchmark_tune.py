@@ -109,6 +109,7 @@ def test_no_run_of_a_table_is_taken_twice() -> None:
     assert len({run.loss for run in any_rate.runs}) == 3
 
 
+@pytest.mark.e2e
 def test_coverage_is_that_of_the_truth_although_the_reference_has_errors() -> None:
     """Intervals of a fit of the true form to half of the table, with the true noise. The others are the reference."""
     rng = np.random.default_rng(4)

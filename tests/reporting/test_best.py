@@ -13,6 +13,7 @@ from gptexp.reporting.statistics.best import best_cell, one_run
 from gptexp.storage import run_dir
 
 
+@pytest.mark.e2e
 def test_it_has_the_lowest_loss_at_any_batch_size_and_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The brute-force minimum of a sweep, in which each loss belongs to one run."""
     sweep = write_sweep(tmp_path / "sweep", batches=(8192, 16384))
@@ -40,6 +41,7 @@ def test_the_best_cell_is_that_of_the_report(tmp_path: Path) -> None:
     assert [run.name for run in best_cell(runs)] == ["0.02-0", "0.02-1"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("better", [0.95, 0.99])
 def test_of_two_arms_the_one_with_the_lowest_mean_has_the_best_cell(tmp_path: Path, better: float) -> None:
     for beta2 in (0.95, 0.99):

@@ -68,6 +68,7 @@ def test_batch_sizes_without_an_optimum_are_named_with_the_reason(sweep: Path) -
     assert captions(sweep)["isoloss"].endswith("no run has completed: 16,384.")
 
 
+@pytest.mark.e2e
 def test_lines_that_end_early_or_have_gaps_are_explained(sweep: Path) -> None:
     write_run(sweep / "high", 4096, 0.16, 1337, None, schedule="constant")
     drop(sweep / "lr=0.02,total_batch_size=4096,seed=1337", '"step": 20,')

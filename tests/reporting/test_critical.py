@@ -25,6 +25,7 @@ def hyperbola(rng: Rng, critical: float, sizes: Sequence[int], noise: float = 0.
 SIZES = [2**n for n in range(12, 18)]
 
 
+@pytest.mark.e2e
 def test_a_critical_batch_size_within_the_tested_sizes_is_recovered() -> None:
     rng = np.random.default_rng(11)
     truth = 2**14.5

@@ -69,6 +69,7 @@ def test_the_verdict_is_that_of_a_reader(name: str) -> None:
     assert curve.outliers == []
 
 
+@pytest.mark.e2e
 def test_a_real_sweep_with_unequal_noise() -> None:
     """44 runs of 74,688 parameters on bytes, with up to four seeds.
 
@@ -137,6 +138,7 @@ def test_batch_sizes_with_optima_on_both_sides_of_their_grids_get_the_right_side
     assert [curve.side for curve in curves.by_batch.values()] == ["lower", "higher"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("slope", [-0.05, 0.05])
 def test_the_probability_inside_a_grid_grows_with_the_grid(slope: float) -> None:
     """A proposal that widens a grid says with which probability it brackets the optimum."""
@@ -149,6 +151,7 @@ def test_the_probability_inside_a_grid_grows_with_the_grid(slope: float) -> None
     assert wider[-1] == 1
 
 
+@pytest.mark.e2e
 def test_a_learning_rate_that_diverged_ends_the_grid() -> None:
     losses = {0.004: [3.550], 0.008: [3.529], 0.016: [3.531]}
     assert alone(losses, [0.032], 0.002).above < alone(losses, (), 0.002).above

@@ -48,6 +48,7 @@ def test_the_range_of_losses_is_that_of_nearly_all_after_the_warm_up(tmp_path: P
     assert high < max(point["smooth"] for point in spec["data"]["values"])
 
 
+@pytest.mark.e2e
 def test_runs_that_diverged_do_not_widen_the_range_of_losses(tmp_path: Path) -> None:
     def ends(root: Path) -> list[float]:
         return [param["value"] for param in figures_of(root)["loss"].spec["params"][:2]]
@@ -108,6 +109,7 @@ def test_tooltips_have_words_and_rounded_numbers(tmp_path: Path) -> None:
     assert {entry["format"] for entry in entries if entry["field"] == "loss"} == {".4f"}
 
 
+@pytest.mark.e2e
 def test_the_answer_is_marked_on_the_curves(tmp_path: Path) -> None:
     """At the fitted optimum; without one, at the lowest mean."""
     root = write_sweep(tmp_path / "sweep", batches=(4096,))

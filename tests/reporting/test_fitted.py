@@ -55,6 +55,7 @@ def runs(swept: Path) -> list[Run]:
     return find_runs(swept)
 
 
+@pytest.mark.e2e
 def test_the_law_sets_the_learning_rate_of_any_batch_size(swept: Path, own: str) -> None:
     law = report_of(swept)["arms"][0]["law"]
     for batch in (4096, 32768):
@@ -161,6 +162,7 @@ def test_a_law_is_not_written_to_a_wrong_path_or_over_another_file(tmp_path: Pat
     assert own.read_text() == "lr: 1\n"
 
 
+@pytest.mark.e2e
 def test_a_sweep_without_a_law_writes_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 0 fitted laws"):
         write_law(tmp_path, find_runs(write_sweep(tmp_path / "edge", centre=0.001)))
@@ -337,6 +339,7 @@ def test_a_branch_has_the_learning_rate_of_its_run_and_no_law(own: str, tmp_path
         assert (branch.optim, branch.fitted) == (run.optim, FittedConfig())
 
 
+@pytest.mark.e2e
 def test_the_law_of_another_model_is_refused_before_torch_is_loaded(
     own: str, light_server: ForkServer, tmp_path: Path
 ) -> None:

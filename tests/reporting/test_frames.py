@@ -157,6 +157,7 @@ def test_a_run_without_metrics_is_refused(tmp_path: Path, make: Callable[[Path],
     assert why in str(refused.value)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("without_pictures")
 def test_the_table_of_a_sweep_is_that_of_the_report(tmp_path: Path) -> None:
     """With the runs that diverged, that are damaged, and whose numbers are unknown."""

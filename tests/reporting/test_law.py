@@ -58,6 +58,7 @@ def test_the_exponent_of_a_sweep_is_recovered_and_other_rules_are_rejected() -> 
         assert [rule for rule in (0.0, 0.5, 1.0) if law.admits(rule)] == [alpha]
 
 
+@pytest.mark.e2e
 def test_optima_that_are_not_straight_in_log_log_are_flagged() -> None:
     """The optima grow with the root of the batch size for three octaves and are constant above."""
     rng = np.random.default_rng(8)

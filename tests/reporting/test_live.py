@@ -309,6 +309,7 @@ def test_the_server_answers_reads_of_the_page_from_this_machine_only(tmp_path: P
                 assert knock.connect_ex((outside, port)) != 0
 
 
+@pytest.mark.e2e
 def test_watching_writes_no_file(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep", batches=(4096, 8192))
 
@@ -320,6 +321,7 @@ def test_watching_writes_no_file(tmp_path: Path) -> None:
     assert listing() == before
 
 
+@pytest.mark.e2e
 def test_every_run_below_the_directory_has_a_page_and_no_other_path_has_one(tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     write_sweep(root / "sweep <b>", batches=(4096,), seeds=1)

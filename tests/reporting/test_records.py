@@ -24,6 +24,7 @@ from gptexp.status import main as status
 from gptexp.storage import run_dir
 
 
+@pytest.mark.e2e
 def test_unreadable_files_are_listed_and_the_other_runs_are_reported(swept: Path, tmp_path: Path) -> None:
     root = tmp_path / "damaged"
     shutil.copytree(swept, root)

@@ -54,6 +54,7 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     return values
 
 
+@pytest.mark.e2e
 def test_status_of_a_search_has_the_widths_and_the_optimum_of_its_report(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

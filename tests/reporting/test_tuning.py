@@ -79,6 +79,7 @@ def test_a_loss_far_below_that_rises_less_than_half_as_steeply_as_a_nearer_one_c
     assert next_lr({8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None
 
 
+@pytest.mark.e2e
 def test_a_run_between_the_lowest_loss_and_a_jump_is_made_once() -> None:
     """Also while it runs, and if it diverges; learning rates are rounded to three digits then."""
     cells = {0.00125: [3.4], 0.0025: [3.2], 0.005: [3.0], 0.01: [3.3]}

@@ -80,6 +80,7 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
     assert (proposal["runs"], proposal["batch"]) == (5, 32768)
 
 
+@pytest.mark.e2e
 def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones(tmp_path: Path) -> None:
     """lr grows with the square root of the batch size: over the configured one the optima of all batch sizes agree."""
     write_sweep(tmp_path / "s")
@@ -98,6 +99,7 @@ def test_the_report_counts_effective_learning_rates_and_proposes_configured_ones
     assert abs(math.log2(lrs[2] / (law["lr"] * (32768 / law["tokens"]) ** law["exponent"]))) <= 0.5  # in octaves
 
 
+@pytest.mark.e2e
 def test_an_optimum_at_the_edge_gets_no_number_and_the_grid_is_extended(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "edge", centre=0.001)
     report = report_of(root)
@@ -206,6 +208,7 @@ def test_the_same_cell_under_two_names_counts_once(swept: Path, tmp_path: Path) 
     assert [curve["noise"] for curve in again] == [curve["noise"] for curve in once]
 
 
+@pytest.mark.e2e
 def test_runs_that_trained_on_other_data_are_flagged(swept: Path, tmp_path: Path) -> None:
     root = tmp_path / "data"
     shutil.copytree(swept, root)
@@ -300,6 +303,7 @@ def test_clipping_that_changes_with_the_batch_size_is_a_caveat(
         assert caveat.why.endswith("Compare with an arm that has optim.grad_clip=0, which clips nothing.")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("centre", "edges"), [(0.02, []), (0.001, [4096, 8192, 16384])])
 def test_a_critical_batch_size_from_learning_rates_at_the_edge_is_flagged(
     tmp_path: Path, centre: float, edges: list[int]
@@ -393,6 +397,7 @@ def test_what_is_open_gets_its_status_and_a_proposal(name: str) -> None:
     assert answer.wanted
 
 
+@pytest.mark.e2e
 def test_no_learning_rate_above_one_that_diverged_is_recommended() -> None:
     [answer], _ = asked(runs_of({1024: (5.5, 4.9, 4.4, None, 4.5, 5.2)}, DIVERGED))
     assert answer.lr is None or answer.lr < 0.02

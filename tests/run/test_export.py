@@ -49,6 +49,7 @@ def compare(found: dict[str, Any], directory: Path, text: str = TEXT) -> None:
     assert found["added"][: len(columns)] == [int(column[0]) for column in columns]
 
 
+@pytest.mark.e2e
 def test_transformers_computes_what_the_run_computes(finished_run: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     done = gptexp("export", str(finished_run), "hf/mine")
     assert done.returncode == 0, done.stderr
@@ -138,6 +139,7 @@ def run_program(card: str, out: Path) -> None:
     exec(program.replace(f'"{out.name}"', f'"{out}"'), {})
 
 
+@pytest.mark.e2e
 def test_the_card_says_what_the_run_says(finished_run: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     assert gptexp("export", str(finished_run), "out").returncode == 0
     card = (tmp_path / "out/README.md").read_text()
@@ -209,6 +211,7 @@ def test_every_character_has_the_same_ids(name: str, stride: int, tmp_path: Path
     assert library.decode(ids) == text
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_the_words_of_newer_encodings_are_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ranks cannot be downloaded here: GPT-2's, with the words into which these encodings split a text."""
@@ -339,6 +342,7 @@ def test_a_pushed_model_can_be_downloaded_and_trained(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.e2e
 def test_without_the_hub_the_directory_stays(finished_run: Path, gptexp: Gptexp, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub", reason="no huggingface_hub; pip install 'gptexp[hf]'")
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}

@@ -81,6 +81,7 @@ def test_every_command_goes_on_with_the_cached_tokens(
         assert sum(str(tmp_path / "cache") in line for line in done.stderr.splitlines()) <= len(gone)
 
 
+@pytest.mark.e2e
 def test_without_text_and_cache_there_is_one_line(
     own: Gptexp, tiny: list[str], texts: list[Path], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_without_text_and_cache_there_is_one_line(
     assert own("resume", "half").returncode == 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("change", ["changed", "changed and removed", "partly removed"])
 def test_a_text_that_has_changed_is_refused(
     own: Gptexp, tiny: list[str], texts: list[Path], change: str, tmp_path: Path

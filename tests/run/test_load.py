@@ -35,6 +35,7 @@ def from_gpu(finished: Path, tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.e2e
 def test_a_run_of_a_gpu_is_loaded_on_a_cpu(from_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     model, _, _ = load_run(from_gpu)

@@ -83,6 +83,7 @@ def test_the_arms_of_the_study_of_beta2_have_one_beta2_or_one_half_life() -> Non
             assert batch * math.log(2) / -math.log(optim.beta2) == pytest.approx(1024 * math.log(2) / -math.log(0.95))
 
 
+@pytest.mark.e2e
 def test_the_arms_of_the_study_of_optimizers_have_learning_rates_of_their_own() -> None:
     tried: dict[tuple[str, int], list[float]] = defaultdict(list)
     for draft in compose_sweep(["experiment=large_batch_optimizers", "train.seed=1337"]).drafts:

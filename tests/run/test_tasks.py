@@ -157,6 +157,7 @@ def test_a_string_may_hold_other_line_ends(tmp_path: Path) -> None:
     assert bytes(example.context).decode() == "a\u2028b\x85"
 
 
+@pytest.mark.e2e
 def test_a_character_without_an_id_is_refused_for_a_run_and_for_its_export(
     gptexp: Gptexp, tiny: list[str], twenty: Path, tmp_path: Path
 ) -> None:

@@ -409,6 +409,7 @@ class SharedStore(dist.Store):
         return self._count("check", keys)
 
 
+@pytest.mark.e2e
 def test_the_messages_after_a_lost_rank_grow_as_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the others asks about each rank."""
     monkeypatch.setattr(faults, "ANSWER_S", 1.0)

@@ -89,6 +89,7 @@ def test_a_run_keeps_its_vocabulary(
         )  # fmt: skip
 
 
+@pytest.mark.e2e
 def test_a_stopped_run_goes_on_without_its_tokenizers_file(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, tokenizer_json: Path
 ) -> None:

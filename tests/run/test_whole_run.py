@@ -103,6 +103,7 @@ def test_validation_loss_is_that_of_the_plain_model_on_the_same_windows(finished
     assert summary(finished)["final_val_loss"] == pytest.approx(sum(losses) / 7, rel=1e-5)
 
 
+@pytest.mark.e2e
 def test_evaluating_saving_logging_and_sampling_do_not_change_the_weights(tiny: list[str], tmp_path: Path) -> None:
     """At every interval, and with dropout, the run ends with the same bits."""
     ways = {

@@ -164,6 +164,7 @@ def test_what_runs_is_refused(run: Path, sweep: Path, lock: str) -> None:
         assert (holder / lock).exists()
 
 
+@pytest.mark.e2e
 def test_a_run_that_begins_between_the_check_and_the_removal_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = []
 
@@ -316,6 +317,7 @@ remove(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.e2e
 def test_a_kill_at_any_moment_leaves_the_whole_sweep_or_none(sweep: Path, tmp_path: Path) -> None:
     """And what it leaves can be removed with `--unneeded-checkpoints`, which takes it for nothing else."""
     for number, moment in enumerate((0, 1, 2, 5, 8, 9, 10, 11)):

@@ -136,6 +136,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+@pytest.mark.e2e
 def test_a_lock_is_released_when_its_process_ends(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from gptexp.storage import run_dir\n"

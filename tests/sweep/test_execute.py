@@ -81,6 +81,7 @@ class Sweep(CellSweeper):
         return signals
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("sizes", "most"), [([1] * 8, 4), ([2] * 4, 2), ([4] * 2, 1), ([1, 2, 4, 1, 2, 3, 1], 3)])
 def test_no_gpu_has_two_cells_and_none_is_idle_while_a_cell_fits(sizes: list[int], most: int, tmp_path: Path) -> None:
     sweep, given = Sweep(tmp_path, *sizes, at_once=8, gpus=["0", "1", "2", "3"]), dict[str, int]()
@@ -146,6 +147,7 @@ def test_a_cell_that_cannot_be_prepared_does_not_stop_the_others(tmp_path: Path)
     assert [cell.name for cell in sweep.failed] == ["1"]
 
 
+@pytest.mark.e2e
 def test_the_first_cell_runs_alone_until_it_has_decided(tmp_path: Path) -> None:
     sweep, beside = Sweep(tmp_path, *[1] * 6, at_once=3), list[tuple[bool, int]]()
     (tmp_path / run_dir.EFFECTIVE).unlink()

@@ -57,6 +57,7 @@ def test_a_grid_is_the_product_of_its_values_and_refuses_an_interval() -> None:
         GridSweeper(None).combinations([[LR]])
 
 
+@pytest.mark.e2e
 def test_a_grid_of_several_mappings_has_the_cells_of_each(tmp_path: Path) -> None:
     """A key that one of them fixes, or lacks, is swept. The command line wins in all of them, or selects optimizers."""
     file = tmp_path / "experiment" / "own.yaml"

@@ -210,6 +210,7 @@ def prefix(tiny: list[str], tmp_path: Path) -> list[int]:
     return [int(e["data/fingerprint"], 16) for e in events(tmp_path / "clean", "step")]
 
 
+@pytest.mark.e2e
 def test_a_rollback_continues_with_the_data_after_the_failed_step(
     prefix: list[int], poison: Poison, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_rollback_restores_the_average_of_the_weights(poison: Poison, tiny: li
     assert float(load_file(newest(tmp_path / "out") / "ema.safetensors")["averaged_tokens"]) == 4 * 128
 
 
+@pytest.mark.e2e
 def test_a_branch_rolls_back_to_the_checkpoint_that_it_began_with(
     poison: Poison, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_run_saves_the_average_of_its_weights_and_evaluates_it(tiny: list[str]
         assert [(p["tokens"], p["loss"]) for p in points if p["of"] == "averaged"] == expected
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_ends_with_the_same_average(tiny: list[str], tmp_path: Path) -> None:
     own = [*tiny, *SMALL, EMA, "train.max_steps=6", "train.save_every=3", "train.eval_every=3"]
     assert train_here(own, tmp_path / "run") == 0
