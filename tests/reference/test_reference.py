@@ -99,7 +99,6 @@ TIER = {
 }
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("case", [pytest.param(case, marks=TIER.get(case, [])) for case in CASES])
 def test_a_run_trains_as_the_independent_trainer(gptexp: Gptexp, short_text: Path, tmp_path: Path, case: str) -> None:
     """Losses, norms, learning rates and validation losses of eight steps, over an epoch's end."""
