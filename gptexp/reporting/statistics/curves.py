@@ -105,32 +105,24 @@ class Curve:
 class BatchFit:
     """The posterior at one batch size, with the losses that it was fitted to."""
 
-    def __init__(
-        self,
-        posterior: Posterior,
-        batch: int,
-        losses: Losses,
-        diverged: Sequence[float],
-        plateau: Sequence[float],
-        spread: float,
-    ) -> None:
-        """`losses`: by rising learning rates; `diverged`: learning rates; `plateau`, `spread`: see `Curves`."""
-        self.posterior, self.batch, self.losses, self.diverged = posterior, batch, losses, diverged
-        self.plateau, self.spread = plateau, spread
+    def __init__(self, curves: "Curves", posterior: Posterior, batch: int) -> None:
+        self.posterior, self.batch, self.losses = posterior, batch, curves.near[batch]
+        self.diverged, self.plateau = curves.diverged.get(batch, []), curves.plateaus[batch]
+        self.spread = curves.spread(batch)
         j, cells = posterior.column[batch], posterior.cells
-        self.lrs, self.x = list(losses), np.log2(list(losses))
+        self.lrs, self.x = list(self.losses), np.log2(list(self.losses))
         self.octaves, self.best_losses = posterior.m[:, j], posterior.c[:, j]  # draws, as in `Curves`
         if math.isfinite(limit := float(cells.limit[j])):  # no loss just below it is known
             last = posterior.loss(batch, self.x[-1:])[:, 0]
             self.best_losses = np.where(self.octaves > self.x[-1], last, self.best_losses)
         self.best = self.lrs[cells.lowest[j]]  # the learning rate with the lowest mean loss
         self.weights = dict(zip(self.lrs, cells.weights[j], strict=True))  # lr -> weights of its runs, by rising loss
-        self.means = {lr: float(np.average(sorted(losses[lr]), weights=w)) for lr, w in self.weights.items()}
+        self.means = {lr: float(np.average(sorted(self.losses[lr]), weights=w)) for lr, w in self.weights.items()}
         # The lowest learning rate above the best one that diverged or lies on a plateau is too large, so it ends the
         # grid. But if runs diverged, and the optimum seems to lie between it and the highest one that completed, no
         # loss near the optimum is known.
         centre = float(np.median(self.octaves))
-        is_between = not plateau and limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
+        is_between = not self.plateau and limit - self.x[-1] > math.log2(CLOSEST) and centre > self.x[-1]
         is_closed = math.isfinite(limit) and not is_between
         self.top = limit + NARROWEST if is_closed else float(self.x[-1])  # log2 of the upper end of the grid
         self.below = float((self.octaves < self.x[0]).mean())  # probability that the optimum is below the grid
@@ -354,8 +346,7 @@ class Curves:
         """Batch size -> fit, for the batch sizes with two learning rates or more."""
         if (posterior := self.posterior) is None:
             return {}
-        return {b: BatchFit(posterior, b, self.near[b], self.diverged.get(b, ()), self.plateaus[b], self.spread(b))
-                for b in posterior.cells.sizes}  # fmt: skip
+        return {batch: BatchFit(self, posterior, batch) for batch in posterior.cells.sizes}
 
     @cached_property
     def by_batch(self) -> dict[int, Curve]:
