@@ -23,6 +23,11 @@ from gptexp.storage.checkpoint import TrainState
 class Sink:
     """Receives every event of a run, in order."""
 
+    @property
+    def takes_report(self) -> bool:
+        """Whether it uploads the report of the run."""
+        return False
+
     def write(self, event: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -110,6 +115,11 @@ class RunLog:
 
     def sample(self, state: TrainState, text: str) -> None:
         self._emit("sample", {"step": state.step - 1, "tokens": state.tokens, "text": text})
+
+    @property
+    def takes_report(self) -> bool:
+        """Whether a sink uploads the report of the run."""
+        return any(sink.takes_report for sink in self.sinks)
 
     def report(self, state: TrainState, files: list[Path]) -> None:
         """Log that the files of the report have been written."""

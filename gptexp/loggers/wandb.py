@@ -1,8 +1,8 @@
 """Logging to wandb, on rank 0. A failure of wandb, or a wandb that hangs, does not stop the run.
 
 One thread makes all calls to a run of wandb, in order; a step only puts its numbers into that thread's queue. Training
-waits for the thread twice: up to `INIT_TIMEOUT_S` before the first step, so that an error is printed before the
-progress bar starts, and at the end.
+waits for the thread twice: before the first step, until wandb has changed the environment of this process, because
+libraries of CUDA read it in threads of their own; and at the end.
 """
 
 import math
@@ -64,15 +64,17 @@ class WandbSink(Sink):
         self._failed = False
         self._upload_error: str | None = None  # error of the first file whose upload failed
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)  # None: no call follows
-        self._begun = threading.Event()
+        self._is_set_up, self._has_begun = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
-        self._begun.wait(INIT_TIMEOUT_S)
+        self._is_set_up.wait(INIT_TIMEOUT_S)
 
     @property
-    def online(self) -> bool:
-        """Whether the run has a page on wandb's server."""
-        return self._begun.is_set() and not self._failed and self._mode == "online"
+    def takes_report(self) -> bool:
+        """Whether the run has a page on wandb's server; a sweep has one report of all its cells."""
+        if self._sweep is not None or not self._has_begun.wait(INIT_TIMEOUT_S):
+            return False
+        return self._mode == "online" and not self._failed
 
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -112,6 +114,7 @@ class WandbSink(Sink):
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", f"{HTTP_TIMEOUT_S:g}")
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", f"{FLUSH_S:g}")
         wandb.setup(wandb.Settings(silent=True))
+        self._is_set_up.set()
         try:
             if self._mode == "auto":
                 self._mode = "online" if wandb.login(prompt=False) else "offline"
@@ -128,7 +131,7 @@ class WandbSink(Sink):
         self._run.define_metric("*", step_metric="tokens")
         for name in LOSSES:
             self._run.define_metric(name, step_metric="tokens", summary="min")
-        self._begun.set()
+        self._has_begun.set()
 
     def _init(self) -> Any:
         return self._wandb.init(
@@ -239,7 +242,8 @@ class WandbSink(Sink):
                 call()
         except Exception as error:
             self._fail(f"failed ({type(error).__name__}: {first_line(error)})")
-        self._begun.set()
+        self._is_set_up.set()
+        self._has_begun.set()
 
     def _fail(self, what: str) -> None:
         if not self._failed:

@@ -47,12 +47,12 @@ def _peak_flops_per_rank(job: Job, prepared: Prepared, effective: Effective) -> 
     return peak
 
 
-def open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> tuple[RunLog, bool]:
-    """Open the log, without sinks on ranks other than 0. Also returns whether the run uploads a report of itself."""
+def open_log(job: Job, decision: Decision, training: Training, used: Utilisation) -> RunLog:
+    """Open the log, without sinks on ranks other than 0."""
     cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
     plan, schedule = training.plan, training.plan.schedule
     if not job.rank.is_main:
-        return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip)), False
+        return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip))
     about = training.checkpoints.about
     metadata = {**about, "effective": effective.to_dict(), "mfu": used.to_dict()}
     for_wandb = {**about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
@@ -64,8 +64,7 @@ def open_log(job: Job, decision: Decision, training: Training, used: Utilisation
         say(*start_lines(cfg, directory, effective, training, state))
     metrics = JsonlSink(directory, state, cfg.train.log_every, first_step(cfg.branch_from))
     sinks: list[Sink] = [metrics]
-    wandb = build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name)
-    if wandb is not None:
+    if wandb := build_wandb(cfg.log, directory, for_wandb, cfg.sweep.name):
         sinks.append(wandb)
     if cfg.log.tensorboard:
         from gptexp.loggers.tensorboard import TensorBoardSink  # imports tensorboard, which may not be installed
@@ -76,9 +75,7 @@ def open_log(job: Job, decision: Decision, training: Training, used: Utilisation
         sinks.insert(0, console)
     alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
     bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
-    alone = cfg.sweep.name is None  # a sweep has one report of all its cells
-    log = RunLog(sinks, used, alerts, bytes_per_token, metrics.earlier_steps)
-    return log, alone and wandb is not None and wandb.online
+    return RunLog(sinks, used, alerts, bytes_per_token, metrics.earlier_steps)
 
 
 def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:

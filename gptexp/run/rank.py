@@ -145,7 +145,6 @@ class Built:
 
     training: Training
     log: RunLog
-    uploads_report: bool
     summary: Summary
 
 
@@ -260,11 +259,11 @@ def build(job: Job, prepared: Prepared, decision: Decision) -> Built:
     with explained(job, prepared.store, decision.effective, decision.state):
         training = build_training(job, prepared, decision)
         used = measure_utilisation(job, prepared, decision.effective)
-        log, uploads_report = open_log(job, decision, training, used)
-        barrier(prepared.long_wait_group)  # rank 0 may wait for wandb; a step must not time out because of that
+        log = open_log(job, decision, training, used)
+        barrier(prepared.long_wait_group)  # rank 0 may wait for downloads; a step must not time out because of that
     summary = Summary(job.directory, training, decision.state, used)
     summary.write("running")
-    return Built(training, log, uploads_report, summary)
+    return Built(training, log, summary)
 
 
 def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Outcome:
@@ -294,7 +293,7 @@ def finish(job: Job, decision: Decision, built: Built, outcome: Outcome) -> None
     """Write the summary, upload the report to wandb, close the logs and print the outcome. Runs after a failure too."""
     cfg = job.cfg
     written = built.summary.write(outcome.status)
-    if built.uploads_report and outcome.status in run_dir.DONE:
+    if outcome.status in run_dir.DONE and built.log.takes_report:
         from gptexp.reporting.page.write import report_or_warning  # imports scipy, which nothing else here needs
 
         _, files = report_or_warning(job.directory) or (None, [])
