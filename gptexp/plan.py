@@ -71,9 +71,9 @@ def main(argv: list[str] | None = None) -> None:
     if not is_sweep(composed):
         print_plan(config, request)
     elif grid.sweeper.is_search and gpu is None and not args.json:
-        from gptexp.command.search_planning import print_search
+        from gptexp.command.search_planning import show_search
 
-        print_search(grid)
+        show_search(grid)
     else:
         from gptexp.command.sweep_planning import print_sweep
 

@@ -7,6 +7,7 @@ from gptexp import train
 from gptexp.command.arguments import Parser
 from gptexp.config.describe import answer_help
 from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
+from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
 
 NOUNS = ("run", "runs", "token", "tokens")
@@ -22,24 +23,28 @@ def main(argv: list[str] | None = None) -> None:
     if answer_help(given):
         return
     parser = Parser("tune", main.__doc__)
-    for flag, (_, metavar, text) in FLAGS.items():
+    for flag, (metavar, text) in FLAGS.items():
         parser.add_argument(f"--{flag}", metavar=metavar, help=text)
-    for flag, (_, text) in SWITCHES.items():
+    for flag, text in SWITCHES.items():
         parser.add_argument(f"--{flag}", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="print the plan, and run nothing")
     args, others = parser.parse_known_args(_joined(given))
-    values = vars(args)
-    keys = [f"{key}={_option(flag, values[flag])}" for flag, (key, _, _) in FLAGS.items() if values[flag] is not None]
-    keys += [override for flag, (override, _) in SWITCHES.items() if values[flag]]
-    others += ["--dry-run"] if args.dry_run else []
+    values = {flag: value for flag, value in vars(args).items() if value not in (None, False) and flag != "dry_run"}
+    keys = {SWEEPER.partition("=")[0]: "gptexp tune", **{f"{PREFIX}{flag}": f"--{flag}" for flag in values}}
+    for text in others:
+        if twice := keys.get(text.lstrip("+~").partition("=")[0]):
+            raise ConfigError(f"{text}: {twice} sets it too; leave one of them out", "key-given-twice")
+    options = [f"{PREFIX}{flag}={_option(flag, value)}" for flag, value in values.items()]
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
-    train.main([*multirun, *others, SWEEPER, *(f"{PREFIX}{key}" for key in keys)])
+    train.main([*multirun, *others, *(["--dry-run"] if args.dry_run else []), SWEEPER, *options])
 
 
-def _option(flag: str, text: str) -> str:
+def _option(flag: str, text: str | bool) -> str:
     """The value of a flag as Hydra reads it."""
     from gptexp.config.overrides import quoted  # imports Hydra
 
+    if isinstance(text, bool):
+        return "true"
     return quoted(text) if flag == "from" and not PLAIN.fullmatch(text) else text.replace(" ", "")
 
 

@@ -23,7 +23,7 @@ class Parser(ArgumentParser):
     """The parser of a verb. `type=int` reads what `parse_count` does."""
 
     def __init__(self, verb: str, description: str | None) -> None:
-        super().__init__(prog=f"gptexp {verb}", description=description)
+        super().__init__(prog=f"gptexp {verb}", description=description, allow_abbrev=False)
         self.register("action", None, Once)
         self.register("type", int, _count)
 

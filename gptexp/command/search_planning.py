@@ -1,18 +1,25 @@
 """The plan of `gptexp tune`, before it starts: how many runs and how much time, and whether the budget holds them."""
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
 
 from gptexp.command.planning import Plan, add_times
 from gptexp.command.sweep_planning import makespan, plan_sweep
-from gptexp.config.budget import FEWEST_RUNS
+from gptexp.config.budget import FEWEST_RUNS, Budget
+from gptexp.distributed.ranks import AT_ONCE
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import confirmed, reserve_stdout_for_result, say, warn
+from gptexp.process.terminal import confirmed, emit, reserve_stdout_for_result, say, warn
 from gptexp.process.words import counted, duration, titled
+from gptexp.reporting.listings.search import search_of
 from gptexp.reporting.statistics.tuning import law_sizes
+from gptexp.reporting.words.finding import sizes as in_words
 from gptexp.sweep.cells import refuse_illegal
 from gptexp.sweep.grid import Grid, grid_of
 from gptexp.sweep.sweepers import CellSweeper
-from gptexp.sweep.tune import USUAL_RUNS, TuneSweeper
+from gptexp.sweep.tune import MARGIN, USUAL_RUNS, TuneSweeper, usable
 
 MANY_RUNS = 8  # of a batch size, if seeds vary much
 ASKED_FROM_S = 3600.0
@@ -26,67 +33,114 @@ def confirm_search(sweeper: CellSweeper) -> bool:
     assert isinstance(sweeper, TuneSweeper)
     if sweeper.prints_json:
         reserve_stdout_for_result()
-    plans = print_search(grid_of(sweeper))
-    expected_s = _seconds(plans, USUAL_RUNS, 1)
-    if sweeper.budget is not None or not sweeper.asks or expected_s is None or expected_s < ASKED_FROM_S:
+    runs, expected_s = print_search(grid_of(sweeper))
+    if sweeper.budget is not None or sweeper.yes or expected_s is None or expected_s < ASKED_FROM_S:
         return True
-    question = f"start {counted(USUAL_RUNS * len(plans), 'run')}, about {duration(expected_s)}?"
-    return confirmed(question, yes=False, agree="--yes (of train: hydra.sweeper.ask=false)")
+    return confirmed(f"start {counted(runs, 'run')}, about {duration(expected_s)}?", yes=False, agree="--yes")
 
 
-def print_search(grid: Grid) -> list[Plan]:
-    """Print the plan of a search, and return those of a run at each arm and batch size that has runs.
+def show_search(grid: Grid) -> None:
+    """Print the plan of a search that is not started; with `json` also the runs and seconds that it expects."""
+    assert isinstance(grid.sweeper, TuneSweeper)
+    if grid.sweeper.prints_json:
+        reserve_stdout_for_result()
+    runs, seconds = print_search(grid)
+    if grid.sweeper.prints_json:
+        emit(json.dumps({"runs": runs, "seconds": seconds}))
 
-    A few steps give their times, and the sweeper gets them too. Raises `ConfigError` for runs that are illegal, and if
+
+def print_search(grid: Grid) -> tuple[int, float | None]:
+    """Print the plan of a search. Returns how many runs it probably makes, and their seconds if these are known.
+
+    A few steps give the times, and the sweeper gets them too. Raises `ConfigError` for runs that are illegal, and if
     the budget holds fewer than three.
     """
-    assert isinstance(grid.sweeper, TuneSweeper)
+    sweeper = grid.sweeper
+    assert isinstance(sweeper, TuneSweeper)
     cells = plan_sweep(grid.drafts)
     refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
-    grid.sweeper.check_search([draft.config for draft in grid.drafts if draft.config is not None])
-    plans = [cell.plan for cell in cells if cell.plan is not None]
-    add_times(plans)
-    for draft, planned in zip(grid.drafts, plans, strict=True):
-        if planned.time is not None:
-            place = grid.sweeper.arm_of(draft.values), planned.run.batch.total_batch_size
-            grid.sweeper.estimates[place] = planned.time.total_s
-    if grid.sweeper.law:
-        chosen = law_sizes({planned.run.batch.total_batch_size for planned in plans})
-        plans = [planned for planned in plans if planned.run.batch.total_batch_size in chosen]
-    say(*search_lines(plans, grid.sweeper, grid.at_once or 1))
-    return plans
+    sweeper.check_search([draft.config for draft in grid.drafts if draft.config is not None])
+    plans: dict[tuple[str, ...], dict[int, Plan]] = {}  # arm -> batch size -> a run
+    for draft, cell in zip(grid.drafts, cells, strict=True):
+        if cell.plan is not None:
+            plans.setdefault(sweeper.arm_of(draft.values), {})[cell.plan.run.batch.total_batch_size] = cell.plan
+    if sweeper.launcher.shares_machine:  # else steps here say nothing of runs elsewhere
+        if not grid.on_gpus:
+            os.environ[AT_ONCE] = str(grid.at_once or 1)  # runs at once share the cores
+        add_times([planned for at in plans.values() for planned in at.values()])
+    for arm, at in plans.items():
+        times = {(arm, batch): planned.time.total_s for batch, planned in at.items() if planned.time is not None}
+        sweeper.estimates |= times
+    return _print_plan(plans, sweeper, grid.at_once or 1)
 
 
-def search_lines(plans: Sequence[Plan], sweeper: TuneSweeper, at_once: int) -> list[str]:
-    """The plan in words. `plans`: one for each arm and batch size that has runs."""
-    budget = sweeper.budget
-    usual, least, most = (factor * len(plans) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS))
-    tokens = [planned.run.tokens for planned in plans]
-    times = [_seconds(plans, factor, at_once) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS)]
-    took = "" if times[0] is None else "about {}, {} to {}".format(*(duration(seconds or 0.0) for seconds in times))
-    need: dict[str, float | None] = {"runs": FEWEST_RUNS, "tokens": FEWEST_RUNS * min(tokens), "seconds": None}
-    of_all = {"runs": least, "tokens": FEWEST_RUNS * sum(tokens), "seconds": times[1]}
-    if times[0] is not None:
-        need["seconds"] = FEWEST_RUNS * min(planned.time.total_s for planned in plans if planned.time is not None)
-    if budget is not None and (needed := need[budget.unit]) is not None and budget.amount < needed:
-        three = duration(needed) if budget.unit == "seconds" else f"{needed:,} tokens"
+def _print_plan(
+    plans: Mapping[tuple[str, ...], Mapping[int, Plan]], sweeper: TuneSweeper, at_once: int
+) -> tuple[int, float | None]:
+    """Print the plan in words. Returns as `print_search` does."""
+    budget, history = sweeper.budget, search_of(sweeper.directory)
+    sizes = sorted({batch for at in plans.values() for batch in at})
+    chosen = law_sizes(sizes) if sweeper.law else sizes
+    runs = [planned for at in plans.values() for batch, planned in at.items() if batch in chosen]
+    tokens = sorted({planned.run.tokens for planned in runs})
+    done = 0 if history is None else len(history.decisions)
+    at_once = min(at_once, FEWEST_RUNS * len(runs))  # further runs wait for the results of earlier ones
+    counts = [max(len(runs), factor * len(runs) - done) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS)]
+    seconds = [_seconds(runs, count, at_once) for count in counts]
+    if budget is not None and not done:
+        _refuse_small(budget, runs, at_once)
+        of_all = {
+            "runs": counts[1],
+            "tokens": FEWEST_RUNS * sum(each.run.tokens for each in runs),
+            "seconds": seconds[1],
+        }
+        if budget.amount < (of_all[budget.unit] or 0.0):
+            warn(f"warning: the budget of {budget} ends before each batch size has three runs")
+    limit = "no limit; --budget sets one" if budget is None else str(budget)
+    if budget is not None and history is not None:
+        limit += f", of which {replace(budget, amount=history.spent[budget.unit])} are spent"
+    usual, least, most = counts
+    lengths = " to ".join(f"{count:,}" for count in (tokens[0], tokens[-1])[: len(tokens)])
+    begins = [
+        f"{' '.join(arm)}: " * bool(arm) + sweeper.prior_of({batch: each.config for batch, each in at.items()}).in_words
+        for arm, at in plans.items()
+    ]
+    say(
+        *titled(
+            [
+                (
+                    "search",
+                    f"{'the law of ' if sweeper.law else ''}the best {sweeper.key} at {in_words(chosen)} tokens a step",
+                ),
+                ("until", f"the 95% interval is at most {2 * sweeper.within:g} octaves wide"),
+                *(("begins at" * (text is begins[0]), text) for text in begins),
+                ("runs", f"about {usual}{' more' if done else ''}, {least} to {most}, of {lengths} tokens each"),
+                (
+                    "time",
+                    "" if seconds[0] is None else "about {}, {} to {}".format(*(duration(s or 0.0) for s in seconds)),
+                ),
+                ("at most", limit),
+            ]
+        )
+    )
+    return usual, seconds[0]
+
+
+def _refuse_small(budget: Budget, runs: Sequence[Plan], at_once: int) -> None:
+    """Raise `ConfigError` if a budget does not hold three of the shortest `runs`."""
+    needed = float(FEWEST_RUNS)
+    if budget.unit == "tokens":
+        needed *= min(planned.run.tokens for planned in runs)
+    elif budget.unit == "seconds":
+        times = [planned.time.total_s for planned in runs if planned.time is not None]
+        needed = MARGIN * makespan([min(times, default=0.0)] * FEWEST_RUNS, at_once)
+    if usable(budget) < needed:
+        three = replace(budget, amount=needed)
         rule = f"a lowest point needs three runs, {three} here; give more, or shorter runs (train.max_tokens)"
         raise ConfigError(f"budget={budget}: {rule}", "budget-too-small")
-    if budget is not None and budget.amount < (of_all[budget.unit] or 0.0):
-        warn(f"warning: the budget of {budget} ends before each batch size has three runs")
-    what = "the law of the best" if sweeper.law else "the best"
-    sizes = ", ".join(dict.fromkeys(f"{planned.run.batch.total_batch_size:,}" for planned in plans))
-    return titled(
-        [
-            ("search", f"{what} {sweeper.key} at {sizes} tokens a step, +-{sweeper.within:g} octave"),
-            ("runs", f"about {usual}, {least} to {most}, of {min(tokens):,} tokens each"),
-            ("time", took),
-            ("at most", str(budget) if budget is not None else "no limit; --budget sets one"),
-        ]
-    )
 
 
-def _seconds(plans: Sequence[Plan], runs: int, at_once: int) -> float | None:
-    """The time of so many runs at each batch size; None if the time of a run is not known."""
-    times = [planned.time.total_s for planned in plans if planned.time is not None]
-    return makespan(times * runs, at_once) if len(times) == len(plans) else None
+def _seconds(runs: Sequence[Plan], count: int, at_once: int) -> float | None:
+    """The time of so many runs, equally many of each of `runs`; None if the time of one is not known."""
+    times = [planned.time.total_s for planned in runs if planned.time is not None]
+    return makespan([*islice(cycle(times), count)], at_once) if len(times) == len(runs) else None

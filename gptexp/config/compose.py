@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gptexp.config import branching, rules
+from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import MAY_BE_NULL, NULL, canonical, override_problems, secret_problems, structured
@@ -237,6 +238,7 @@ def to_config(
         *_settle_world_size(config, launcher_world_size),
         *secret_problems((key, value) for key, _, value in fields_of(config)),
     ]
+    _fit_micro_batch(config, given)
     changed = [*branching.differences(config, parent)] if parent is not None else []
     problems += changed or rules.problems(config, config.world.size or 1)  # the rules would name the same keys
     if parent is not None and not problems:
@@ -275,6 +277,15 @@ def _settle_world_size(config: Config, started: int | None) -> Iterator[Problem]
         fix = f"leave out world.size, or start {counted(size, 'rank')}"
         yield Problem("other-world-size", f"world.size={size}: {rule}; {fix}")
     config.world.size = size or started or 1
+
+
+def _fit_micro_batch(config: Config, given: set[str]) -> None:
+    """Reduce a micro-batch size from a file to one that divides a step whose tokens are on the command line."""
+    batch, tokens = config.batch, config.seq_len * (config.world.size or 1)
+    quantum, asked = batch.step_sizes.quantum, batch.asked_micro_batch_size
+    if "batch.total_batch_size" in given and "batch.micro_batch_size" not in given and tokens > 0 and asked:
+        sizes = legal_micro_batches(quantum, tokens, 1) if quantum % tokens == 0 else []
+        batch.micro_batch_size = max((size for size in sizes if size <= asked), default=asked)
 
 
 def _is_by_law(cfg: DictConfig) -> bool:

@@ -53,6 +53,8 @@ def definition(entity: str, project: str, name: str) -> Workspace:
             ),
             # A scatter plot cannot be grouped: its third axis sets the colour of the points.
             wr.ScatterPlot(title=f"{BEST_LOSS} by {LR}", x=lr, y=best_loss, z=batch, log_x=True, log_z=True),
+            # The page of each sweep and search: loss by learning rate with its band, and how the intervals narrowed.
+            wr.MediaBrowser(title="Reports", media_keys=["report"], num_columns=1),
         ],
         "Averaged weights": curves(Metric.VAL_LOSS_EMA),
         "Sharpness": curves(*(metric for metric in SHARPNESS if metric != Metric.SHARPNESS_THRESHOLD), log_y=True),

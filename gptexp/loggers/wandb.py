@@ -88,7 +88,7 @@ class WandbSink(Sink):
         elif kind == "checkpoint":
             self._checkpoint = Path(event["path"])
         elif kind == "report":
-            self._put(lambda: self._upload(lambda: self._log_artifact("report", map(Path, event["paths"]), 0)))
+            self._put(lambda: self._upload(lambda: self._log_report([*map(Path, event["paths"])])))
 
     def close(self, summary: dict[str, Any], exit_code: int) -> None:
         patience_s = FINISH_TIMEOUT_S + STOPPED_SPARE_S
@@ -194,6 +194,13 @@ class WandbSink(Sink):
     def _log_sample(self, event: dict[str, Any]) -> None:
         table = self._wandb.Table(["step", "tokens", "text"], [[event["step"], event["tokens"], event["text"]]])
         self._run.log({"samples": table, "step": event["step"], "tokens": event["tokens"]})
+
+    def _log_report(self, paths: Sequence[Path]) -> None:
+        """Upload the files of a report, and show its page in a panel."""
+        self._log_artifact("report", paths, 0)
+        for path in paths:
+            if path.suffix == ".html":
+                self._run.log({"report": self._wandb.Html(str(path))})
 
     def _log_artifact(self, kind: str, paths: Iterable[Path], timeout_s: float) -> None:
         """Upload files and directories as a new version of the run's artifact `kind`; waits up to `timeout_s`."""

@@ -46,7 +46,7 @@ _OF_RUN = (
 )
 _OF_SWEEP = (
     *_OF_BOTH,
-    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands){_MARKER}|\.submitit/.*",
+    rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands|choice){_MARKER}|\.submitit/.*",
 )
 _RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _OF_SWEEP))
 _FOLDERS = re.compile(

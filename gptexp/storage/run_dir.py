@@ -17,6 +17,8 @@ output.log       output of a cell that does not have the terminal for itself
 In the directory of a sweep:
 sweep.json       its cells and their common settings
 .lock-commands   lock that all commands share while they run the sweep
+.lock-choice     lock of the command that chooses the next run of a search
+.lock-choice     lock of the command that chooses the next run of a search
 """
 
 import hashlib
@@ -69,6 +71,7 @@ SWEEP_LOCK = ".lock-sweep"
 IN_USE = "another process uses it; wait until it ends, or use a new directory"
 LOCKS = (LOCK, RANK_LOCK, SWEEP_LOCK)
 COMMANDS_LOCK = ".lock-commands"
+CHOICE_LOCK = ".lock-choice"  # of a search
 ROOM = 1024  # spaces at the end of summary.json, for longer values
 LOCK_TIMEOUT_S = 2.0  # above 0, because `is_locked` in another process holds a lock for a moment
 

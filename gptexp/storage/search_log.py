@@ -2,19 +2,18 @@
 
 One JSON object a line, in the order in which things happened:
 
-- `start`: a command begins; its budget.
-- `choose`: a run was chosen: its cell, arm, batch size, learning rate and seed; why; the width of the interval in
-  octaves before it and as expected after it; how many runs had ended; the expected seconds.
+- `start`: a command begins; its budget, and the seconds that earlier commands took (`spent`).
+- `choose`: a run was chosen: its cell, arm, batch size, learning rate and seed; why; the width of the interval before
+  it and as expected after it (in octaves; of the loss, in nats, if arms are compared); how many runs had ended; the
+  expected seconds.
 - `wait`: no further run helps before one has ended.
-- `end`: that run has ended here: its status and seconds.
+- `end`: that run has ended here: its status.
 - `stop`: a command ends: for each arm and batch size, why no further run was made.
 
 `choose`, `wait` and `stop` hold the best values known then, each with its 95% interval.
 """
 
-import itertools
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,12 +25,14 @@ from gptexp.storage.reader import open_text, parse_json
 
 FILE = "tune.jsonl"
 NUMBER = (int, float)
+NUMBER_OR_NONE = (int, float, type(None))
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {  # what each event has, and its type
-    "start": {"key": str},
+    "start": {"key": str, "within": NUMBER, "prior": list, "spread": NUMBER, "budget": (dict, type(None)),
+              "spent": NUMBER},
     "choose": {"cell": str, "arm": list, "batch": int, "lr": NUMBER, "typed": str, "seed": int, "repeat": int,
-               "why": str, "tokens": int, "optima": list},
+               "why": str, "width": NUMBER_OR_NONE, "expected_width": NUMBER_OR_NONE, "tokens": int, "optima": list},
     "wait": {"optima": list},
-    "end": {"cell": str},
+    "end": {"cell": str, "status": (str, type(None))},
     "stop": {"stopped": list, "optima": list},
 }  # fmt: skip
 
@@ -62,17 +63,15 @@ class SearchLog:
 
     def seconds(self) -> float:
         """How long the commands of the search took. A killed one ends with its last event, or its runs' last step."""
-        starts = [number for number, event in enumerate(self.events) if event["event"] == "start"]
-        total = 0.0
-        for first, last in itertools.pairwise([*starts, len(self.events)]):
-            ends = [event["time"] for event in self.events[first:last]]
-            for event in self.events[first:last]:
-                if event["event"] == "choose":
-                    with suppress(OSError):
-                        ends.append((self.path.parent / event["cell"] / run_dir.METRICS).stat().st_mtime)
-            following = self.events[last]["time"] if last < len(self.events) else math.inf
-            total += min(max(ends), following) - self.events[first]["time"]
-        return total
+        start = next((event for event in reversed(self.events) if event["event"] == "start"), None)
+        if start is None:
+            return 0.0
+        ends = [event["time"] for event in self.events]
+        for event in self.events:
+            if event["event"] == "choose":
+                with suppress(OSError):
+                    ends.append((self.path.parent / event["cell"] / run_dir.METRICS).stat().st_mtime)
+        return float(start["spent"] + max(0.0, max(ends) - start["time"]))
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:

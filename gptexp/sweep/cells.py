@@ -301,14 +301,12 @@ def command(config: DictConfig) -> list[str]:
 
 def _as_flag(override: str) -> list[str]:
     """The flag of `gptexp tune` for an override, with its value; empty if there is none."""
-    option = override.removeprefix(PREFIX)
-    key, _, value = option.partition("=")
+    flag, _, value = override.removeprefix(PREFIX).partition("=")
     if not override.startswith(PREFIX) or not PLAIN.fullmatch(value):  # quotes and blanks stay as typed
         return []
-    flags = [[f"--{flag}"] for flag, (stands_for, _) in SWITCHES.items() if stands_for == option]
-    if not value.startswith("-"):
-        flags += [[f"--{flag}", value] for flag, (stands_for, _, _) in FLAGS.items() if stands_for == key]
-    return flags[0] if flags else []
+    if flag in SWITCHES and value == "true":
+        return [f"--{flag}"]
+    return [f"--{flag}", value] if flag in FLAGS and not value.startswith("-") else []
 
 
 def fixed_arguments(config: DictConfig) -> list[str]:
@@ -341,6 +339,8 @@ def name_sweep(config: DictConfig) -> None:
     if config.sweep.name is not None:
         return
     swept = sorted(swept_keys(config))
+    if choices["hydra/sweeper"] == SWEEPER.partition("=")[2]:
+        swept = sorted({*swept, "batch.total_batch_size"})  # a search goes on with other batch sizes
     deciding = hashed(result_deciding(job_of(config)))
     fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:

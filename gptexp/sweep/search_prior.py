@@ -34,6 +34,12 @@ class Prior:
     source: str  # where they come from, in words
     spread: float = COLD  # octaves: their standard deviation
 
+    @property
+    def in_words(self) -> str:
+        """The values, their source and standard deviation."""
+        expected = ", ".join(f"{value:.3g} at {batch:,}" for batch, value in sorted(self.values.items()))
+        return f"{expected}: {self.source}, give or take {self.spread:.2g} octaves"
+
 
 @dataclass(frozen=True)
 class SearchedKey:
@@ -61,7 +67,8 @@ def prior_of(configs: Mapping[int, Config], searched: SearchedKey, earlier: str 
             rule = f"begins outside of its range {low:g}..{high:g}; leave one of them out"
             raise ConfigError(f"{searched.key}={next(iter(given.values())):g}: {rule}", "out-of-range")
         middle = dict.fromkeys(given, math.sqrt(low * high))
-        return as_given if searched.is_given else Prior(middle, "the middle of the range")
+        spread = math.log2(high / low) / math.sqrt(12)  # of a uniform distribution
+        return as_given if searched.is_given else Prior(middle, "the middle of the range", spread)
     if searched.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
         return as_given
     config = next(iter(configs.values()))
@@ -85,7 +92,7 @@ def earlier_law(source: Path) -> Callable[[int], float]:
     A sweep with one bracketed optimum has no law; its optimum and the usual slope stand in for it.
     """
     if not source.exists():
-        raise ConfigError(f"prior={source}: not found; it {LAWS}", "no-earlier-law")
+        raise ConfigError(f"from={source}: not found; it {LAWS}", "no-earlier-law")
     return _of_file(source) if source.is_file() else _of_sweep(source)
 
 
@@ -96,7 +103,7 @@ def _of_file(path: Path) -> Callable[[int], float]:
             raise ValueError("its optim.lr is no power of the batch size")
         lr, tokens, exponent = map(float, found.groups())
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        raise ConfigError(f"prior={path}: {LAWS} ({first_line(error)})", "no-earlier-law") from None
+        raise ConfigError(f"from={path}: {LAWS} ({first_line(error)})", "no-earlier-law") from None
     return lambda batch: lr * (batch / tokens) ** exponent
 
 
@@ -109,6 +116,6 @@ def _of_sweep(directory: Path) -> Callable[[int], float]:
     if len(optima) != 1:
         found = f"{len(laws)} laws" if laws else "no bracketed optimum"
         rule = "must be a sweep with one law; report it, or write the law of one arm with gptexp report --write-optim"
-        raise ConfigError(f"prior={directory}: has {found}, and {rule}", "no-earlier-law")
+        raise ConfigError(f"from={directory}: has {found}, and {rule}", "no-earlier-law")
     [(size, best)] = optima
     return lambda batch: best * (batch / size) ** SLOPE

@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +18,7 @@ from typing import Any, get_args
 
 from gptexp.config.budget import FEWEST_RUNS, Budget, parse_budget, parse_range
 from gptexp.config.schema import Config, every_key, field_problem, result_deciding
-from gptexp.process.errors import ConfigError
+from gptexp.process.errors import ConfigError, InUseError
 from gptexp.process.terminal import as_command, emit, say
 from gptexp.process.words import duration, listed, shown
 from gptexp.reporting.listings.records import (
@@ -34,6 +35,7 @@ from gptexp.reporting.listings.records import (
 from gptexp.reporting.listings.search import why_in_words
 from gptexp.reporting.page.fitted import settings_given, write_optim
 from gptexp.reporting.statistics.analysis import Arm
+from gptexp.reporting.statistics.curves import SAME
 from gptexp.reporting.statistics.tuning import (
     Goal,
     Step,
@@ -47,14 +49,14 @@ from gptexp.reporting.statistics.tuning import (
 from gptexp.reporting.words.finding import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog, read_events
-from gptexp.sweep.cells import PLUGINS, Cell, confounds, draft_cells, settle
+from gptexp.sweep.cells import PLUGINS, Cell, Draft, confounds, draft_cells, settle
 from gptexp.sweep.launchers import Places
 from gptexp.sweep.search_prior import Prior, SearchedKey, prior_of, searched_value
 from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
 _, BATCH, SEED = AXES
-DIGITS = 3  # significant digits of a new learning rate
+DIGITS, MOST_DIGITS = 3, 6  # significant digits of a new learning rate, and of one that was given
 USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
 MOST_SEEDS = 1000
 SEARCHABLE = ("model.", "optim.", "schedule.", "scaling.")  # other keys change what a loss means, or nothing
@@ -63,7 +65,7 @@ REPORT_S, REPORT_SHARE = 10.0, 0.05  # of a budget, kept for the report: seconds
 
 
 @dataclass
-class Side:
+class SearchArm:
     """An arm of the search: runs that differ only in learning rate, batch size and seed."""
 
     overrides: tuple[str, ...]  # what tells it from the others
@@ -77,6 +79,12 @@ class Side:
         """Whether a run, read `along` the searched `key`, belongs to it."""
         cell = self.cells.get(run.batch)
         return cell is not None and of_arm(run.config) == of_arm(config_along(result_deciding(cell.config), key))
+
+
+def usable(budget: Budget) -> float:
+    """What runs may take of a budget; the report takes the rest of a time."""
+    kept = min(REPORT_S, REPORT_SHARE * budget.amount)
+    return budget.amount - (kept if budget.unit == "seconds" else 0)
 
 
 def tokens_of(config: Config) -> int:
@@ -95,18 +103,18 @@ class TuneSweeper(CellSweeper):
         super().__init__(params)
         self.key, self.within = options["key"], options["within"]
         self.seeds = whole_number("hydra.sweeper.seeds", options["seeds"], 1, MOST_SEEDS)
-        self.asks, self.prints_json, budget = options["ask"], options["json"], options["budget"]
+        self.yes, self.prints_json, budget = options["yes"], options["json"], options["budget"]
         self.law, self.compares = options["law"], options["compare"]
-        for name in ("law", "compare", "ask", "json"):
+        for name in ("law", "compare", "yes", "json"):
             if not isinstance(options[name], bool):
                 raise ConfigError(f"hydra.sweeper.{name}={shown(options[name])}: must be true or false", "wrong-type")
-        self.earlier = None if options["prior"] is None else str(options["prior"])
+        self.earlier = None if options["from"] is None else str(options["from"])
         self.range = None if options["range"] is None else parse_range(options["range"])
         self.budget: Budget | None = None if budget is None else parse_budget(budget)
-        self.sides: list[Side] = []
+        self.arms: list[SearchArm] = []
         self.chosen: dict[str, dict[str, Any]] = {}  # name of a cell -> the event of its choice, by any command
         self.estimates: dict[tuple[tuple[str, ...], int], float] = {}  # arm, batch size -> predicted seconds of a run
-        self.decided: dict[Path, tuple[Side, Trial]] = {}  # cells that were chosen and have not ended
+        self.decided: dict[Path, tuple[SearchArm, Trial]] = {}  # cells that were chosen and have not ended
         self.failures: set[tuple[tuple[str, ...], int]] = set()  # arms and batch sizes with a run that failed
         self.runs: list[Run] = []  # as of the newest choice
         self.known: dict[Path, Run] = {}  # those that are done
@@ -128,10 +136,14 @@ class TuneSweeper(CellSweeper):
             if axis.swept and axis.key == SEED:
                 rule = "a search adds seeds itself, up to hydra.sweeper.seeds of one learning rate; give one seed"
                 raise ConfigError(f"{SEED}: {rule}", "seeds-in-search")
-            if axis.key != self.key and isinstance(axis.among, Interval):
-                raise ConfigError(f"{axis.key}: each value is an arm; list them: a,b,c", "interval-of-arms")
+            if isinstance(axis.among, Interval):
+                rule = "give --range LOW..HIGH" if axis.key == self.key else "each value is an arm; list them: a,b,c"
+                raise ConfigError(f"{axis.key}: {rule}", "interval-in-search")
         if self.compares and len(self._arms()) < 2:
             raise ConfigError("compare: needs two arms or more, such as optim=adamw,muon", "compare-one-arm")
+        if self.law and self.compares:
+            rule = "law and compare spend the runs in two ways; leave one of them out"
+            raise ConfigError(f"law=true compare=true: {rule}", "law-and-compare")
         if self.law and not any(axis.swept and axis.key == BATCH for axis in self.space):
             raise ConfigError(f"law: needs two batch sizes or more, such as {BATCH}=4k,16k,64k", "law-of-one-size")
         self._check_key()
@@ -146,31 +158,28 @@ class TuneSweeper(CellSweeper):
         if field is None or not is_of_training or float not in (field.type, *get_args(field.type)):
             rule = f"a search is for a key of {listed(SEARCHABLE)} with a number that need not be whole"
             raise ConfigError(f"key={shown(self.key)}: {rule}, such as optim.weight_decay", "not-searchable")
-        axis = next((axis for axis in self.space if axis.key == self.key), None)
-        if axis is not None and isinstance(axis.among, Interval):
-            self.range = axis.among.low, axis.among.high
         if self._rates and (len(self._rates) < FEWEST_RUNS or min(self._rates) <= 0):
             rule = f"give {FEWEST_RUNS} values above 0 or more, a range (--range LOW..HIGH), or one value to begin at"
             raise ConfigError(f"{self.key}={','.join(map(repr, self._rates))}: {rule}", "too-few-values")
         if problems := [problem for end in self.range or () if (problem := field_problem(self.key, field, end))]:
             raise ConfigError(problems)
-        if self.key != LR and axis is None and self.range is None:
+        if self.key != LR and self.range is None and all(axis.key != self.key for axis in self.space):
             rule = f"where does the search begin? Give a value, {self.key}=…, or --range LOW..HIGH"
             raise ConfigError(f"key={self.key}: {rule}", "prior-missing")
         if self.earlier is not None and self.key != LR:
             rule = f"an earlier law is one of {LR}; leave it out"
-            raise ConfigError(f"prior={self.earlier}: {rule}", "prior-of-other-key")
+            raise ConfigError(f"from={self.earlier}: {rule}", "prior-of-other-key")
 
     def _arms(self) -> list[str]:
         """The swept overrides that tell arms apart."""
         swept = [axis for axis in self.space if axis.swept and axis.key not in (self.key, BATCH)]
         return [axis.override(value) for axis in swept if isinstance(axis.among, list) for value in axis.among]
 
-    @property
-    def searched(self) -> SearchedKey:
-        """What is searched."""
+    def prior_of(self, configs: Mapping[int, Config]) -> Prior:
+        """Where the search of an arm begins. `configs`: batch size in tokens -> config of a run there."""
         is_given = any(axis.key == self.key and not axis.swept for axis in self.space)
-        return SearchedKey(self.key, is_given, self.range, self.config.batch.total_batch_size)
+        searched = SearchedKey(self.key, is_given, self.range, self.config.batch.total_batch_size)
+        return prior_of(configs, searched, self.earlier)
 
     def arm_of(self, values: Mapping[str, str]) -> tuple[str, ...]:
         """What tells the arm of a cell with these swept values from the others."""
@@ -197,23 +206,27 @@ class TuneSweeper(CellSweeper):
         if others := sorted(keys - {self.key}):
             rule = f"{self.directory} has the search for {others[0]}; give another sweep.name"
             raise ConfigError(f"key={self.key}: {rule}", "another-key")
+        deciding = {key for config in configs for key in result_deciding(config)}
+        for axis in self.space:
+            if axis.swept and "." in axis.key and axis.key not in deciding:
+                rule = "changes no result, so its values are no arms; give one"
+                raise ConfigError(f"{axis.key}={','.join(map(str, axis.among))}: {rule}", "no-arm")  # type: ignore[arg-type]
         for config in configs:
-            prior_of({config.batch.total_batch_size: config}, self.searched, self.earlier)
+            self.prior_of({config.batch.total_batch_size: config})
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Read what is known. The `cells` are examples, and only those that the search chooses are run."""
         for cell in cells:
-            arm = self.arm_of(cell.values)
-            side = next((side for side in self.sides if side.overrides == arm), None)
-            if side is None:
-                self.sides.append(side := Side(arm))
-            side.cells[cell.config.batch.total_batch_size] = cell
-        for side in self.sides:
-            configs = {batch: cell.config for batch, cell in side.cells.items()}
-            side.prior = prior_of(configs, self.searched, self.earlier)
-            side.low, side.high = self.range or (side.low, side.high)
+            overrides = self.arm_of(cell.values)
+            arm = next((arm for arm in self.arms if arm.overrides == overrides), None)
+            if arm is None:
+                self.arms.append(arm := SearchArm(overrides))
+            arm.cells[cell.config.batch.total_batch_size] = cell
+        for arm in self.arms:
+            arm.prior = self.prior_of({batch: cell.config for batch, cell in arm.cells.items()})
+            arm.low, arm.high = self.range or (arm.low, arm.high)
         self.total = USUAL_RUNS * len(cells)
-        self.log = SearchLog(self.directory)
+        self.runs, self.log = self._read_runs(), SearchLog(self.directory)
         self.seconds_before = self.log.seconds()
         self._recall()
         self.total = len(self.waiting) + self.to_choose()
@@ -221,68 +234,67 @@ class TuneSweeper(CellSweeper):
 
     def _begin(self) -> None:
         """Log and print where the search begins."""
-        places = [(side, batch, lr) for side in self.sides for batch, lr in sorted(side.prior.values.items())]
-        prior = [{"arm": list(side.overrides), "batch": batch, "lr": lr} for side, batch, lr in places]
+        places = [(arm, batch, lr) for arm in self.arms for batch, lr in sorted(arm.prior.values.items())]
+        prior = [{"arm": list(arm.overrides), "batch": batch, "lr": lr} for arm, batch, lr in places]
         budget = None if self.budget is None else asdict(self.budget)
         self.log.add(
             "start", key=self.key, within=self.within, budget=budget, law=self.law, compare=self.compares, prior=prior,
-            spread=self.sides[0].prior.spread,
+            spread=self.arms[0].prior.spread, spent=round(self.seconds_before, 1),
         )  # fmt: skip
-        for side in self.sides:
-            expected = ", ".join(f"{lr:.3g} at {batch:,}" for of, batch, lr in places if of is side)
-            of_arm = f" of {' '.join(side.overrides)}" if side.overrides else ""
-            source, factor = side.prior.source, 2**side.prior.spread
-            say(f"--- begins{of_arm} with {expected}: {source}, usually off by a factor of {factor:.1f}")
+        for arm in self.arms:
+            say(f"--- begins{' of ' if arm.overrides else ''}{' '.join(arm.overrides)} with {arm.prior.in_words}")
 
     def _recall(self) -> None:
         """Take over the choices in the log that are not known here: of earlier commands, and of others that run now."""
-        by_arm = {side.overrides: side for side in self.sides}
+        by_arm = {arm.overrides: arm for arm in self.arms}
         new = {event["cell"]: event for event in self.log.read() if event["event"] == "choose"}
         for name in [name for name in new if name not in self.chosen]:
             event = self.chosen[name] = new[name]
-            side = by_arm.get(tuple(map(str, event["arm"])))
-            if side is None or event["batch"] not in side.cells:
+            arm = by_arm.get(tuple(map(str, event["arm"])))
+            if arm is None or event["batch"] not in arm.cells:
                 continue
-            cell = self._cell(side, event["batch"], event["typed"], event["seed"])
+            [cell] = settle([self._draft(arm, event["batch"], event["typed"], event["seed"])], self.directory)
             if cell.name != name:  # it was another run, such as one of another length
                 continue
-            side.spent += event["tokens"]
+            arm.spent += event["tokens"]
             self.cells.append(cell)
             if not self.skips(cell):
-                self.decided[cell.directory] = side, Trial(event["batch"], event["lr"], event["repeat"])
-                self.waiting.append(cell)
+                self.decided[cell.directory] = arm, Trial(event["batch"], event["lr"], event["repeat"])
+                if self._may_end(cell, arm):
+                    self.waiting.append(cell)
 
     def choose(self) -> Cell | None:
         if not self.has_news:
             return None
-        self._recall()
-        if self.waiting:  # another command has chosen it meanwhile
-            return self.waiting.pop(0)
-        if (choice := self._choice()) is None:
+        lock = None
+        while lock is None:
+            with suppress(InUseError):  # another command chooses now
+                lock = run_dir.acquire(self.directory, run_dir.CHOICE_LOCK)
+        with lock:
+            self._recall()
+            return self.waiting.pop(0) if self.waiting else self._choose()
+
+    def _choose(self) -> Cell | None:
+        while (choice := self._choice()) is not None:
+            arm, step = choice
+            trial = step.trial
+            draft, typed = self._new_draft(arm, trial)
+            if draft.config is not None:
+                break
+            self._end_range(arm, trial, draft)
+        else:
             self.has_news = False
             self.log.add("wait", optima=self.optima)
             return None
-        side, step = choice
-        trial = step.trial
-        try:
-            cell, typed = self._new_cell(side, trial)
-        except ConfigError:  # a value that the key's rules refuse, such as a ratio above 1, ends the range
-            usual = side.prior.values[trial.batch]
-            if trial.lr > usual:
-                side.high = trial.lr / (1 + 10.0**-DIGITS)
-            else:
-                side.low = trial.lr * (1 + 10.0**-DIGITS)
-            if not side.low < usual < side.high:
-                raise
-            return self.choose()
+        [cell] = settle([draft], self.directory)
         seed, lr = cell.config.train.seed, searched_value(cell.config, self.key)
-        self.decided[cell.directory] = side, replace(trial, lr=lr)
+        self.decided[cell.directory] = arm, replace(trial, lr=lr)
         self.cells.append(cell)
-        tokens, seconds = tokens_of(cell.config), self._seconds(side, trial.batch)
-        side.spent += tokens
+        tokens, seconds = tokens_of(cell.config), self._seconds(arm, trial.batch)
+        arm.spent += tokens
         event = {
-            "cell": cell.name, "arm": list(side.overrides), "batch": trial.batch, "lr": lr, "typed": typed,
-            "seed": seed, "repeat": trial.repeat, "why": step.why, "octaves": step.now, "expected_octaves": step.then,
+            "cell": cell.name, "arm": list(arm.overrides), "batch": trial.batch, "lr": lr, "typed": typed,
+            "seed": seed, "repeat": trial.repeat, "why": step.why, "width": step.now, "expected_width": step.then,
             "known_runs": len(self.known), "tokens": tokens, "seconds": seconds, "optima": self.optima,
         }  # fmt: skip
         self.log.add("choose", **event)
@@ -299,7 +311,7 @@ class TuneSweeper(CellSweeper):
     def announcement(self, cell: Cell) -> str:
         """What is run, and why, for example "0.011 at 4,096: interval 0.9 -> about 0.5 octaves, about 48 s"."""
         choice, unit = self.chosen[cell.name], "nats" if self.compares else "octaves"
-        now, then, seconds = (choice.get(name) for name in ("octaves", "expected_octaves", "seconds"))
+        now, then, seconds = (choice.get(name) for name in ("width", "expected_width", "seconds"))
         is_narrowing = now is not None and then is not None and then < now
         width = f"interval {now:.2g} -> about {then:.2g} {unit}" if is_narrowing else ""
         took = "" if seconds is None else f"about {duration(seconds)}"
@@ -312,25 +324,26 @@ class TuneSweeper(CellSweeper):
             return 0
         runs = [(tuple(event["arm"]), event["batch"]) for event in self.chosen.values()]
         costs: list[float] = []
-        for side, batch in [(arm, batch) for arm in self.sides for batch in arm.cells]:
-            if not isinstance(self.steps.get((side.overrides, batch)), str):
-                costs += [self._cost(side, batch)] * max(1, USUAL_RUNS - runs.count((side.overrides, batch)))
+        for arm in self.arms:
+            for place in [(arm.overrides, batch) for batch in arm.cells]:
+                if not isinstance(self.steps.get(place), str):
+                    costs += [self._cost(arm, place[1])] * max(1, USUAL_RUNS - runs.count(place))
         left = self._left()
         if self.budget is not None and self.budget.unit == "seconds":  # those that run have not spent theirs yet
-            left = self.at_once * left - sum(self._cost(side, trial.batch) for side, trial in self.decided.values())
+            left = self.at_once * left - sum(self._cost(arm, trial.batch) for arm, trial in self.decided.values())
         return sum(cost <= left for cost in itertools.accumulate(sorted(costs)))
 
     def find_places(self, configs: Sequence[Config]) -> Places:
         return super().find_places([*configs] * USUAL_RUNS)
 
     def to_run(self) -> list[Config]:
-        return [cell.config for side in self.sides for cell in side.cells.values()] * USUAL_RUNS
+        return [cell.config for arm in self.arms for cell in arm.cells.values()] * USUAL_RUNS
 
     def learn(self, cell: Cell) -> None:
-        side, trial = self.decided.pop(cell.directory)
+        arm, trial = self.decided.pop(cell.directory)
         status = run_dir.read_summary(cell.directory).get("status")
         if status not in run_dir.DONE:
-            self.failures.add((side.overrides, trial.batch))
+            self.failures.add((arm.overrides, trial.batch))
         self.log.add("end", cell=cell.name, status=status)
         self.has_news, self.optima = True, []
 
@@ -338,6 +351,8 @@ class TuneSweeper(CellSweeper):
         """Search, and with `json` print the answers."""
         code = super().sweep(arguments)
         laws = [] if self.report is None or self.key != LR else [arm for arm in self.report.analysis.arms if arm.law]
+        if len(laws) > 1:
+            say(f"--- no file of optim=fitted: {len(laws)} arms have laws of their own; search one alone for its file")
         if self.report is not None and len(laws) == 1:
             file = self.directory / "optim" / "fitted.yaml"
             write_optim(file, self.report.analysis)
@@ -346,8 +361,8 @@ class TuneSweeper(CellSweeper):
         if self.prints_json:
             answers = [] if self.report is None else [asdict(answer) for answer in self.report.answers]
             tokens = sum(event["tokens"] for event in self.chosen.values())
-            seconds = round(self.log.seconds(), 1)
-            result = {"answers": answers, "runs": len(self.chosen), "seconds": seconds, "tokens": tokens}
+            cost = {"runs": len(self.chosen), "seconds": round(self.log.seconds(), 1), "tokens": tokens}
+            result = {"key": self.key, "answers": answers, **cost}
             emit(json.dumps(run_dir.finite(result)))
         return code
 
@@ -360,40 +375,45 @@ class TuneSweeper(CellSweeper):
             self.record()
 
     # --- what to run next ---
-    def _choice(self) -> tuple[Side, Step] | None:
+    def _choice(self) -> tuple[SearchArm, Step] | None:
         """The next run of the arm that has spent least; None if no further run helps now, or is within the budget."""
         self.runs, found = self._read_runs(), []
-        arms = [Arm({}, set(), [run for run in self.runs if side.holds(run, self.key)]).curves for side in self.sides]
-        decided = decided_sizes(arms) if self.compares else None
-        for side, curves in zip(self.sides, arms, strict=True):
-            running = [trial for of, trial in self.decided.values() if of is side]
+        known = [
+            (arm, Arm({}, set(), [run for run in self.runs if arm.holds(run, self.key)]).curves) for arm in self.arms
+        ]
+        decided = decided_sizes([curves for _, curves in known]) if self.compares else None
+        for arm, curves in known:
+            running = [trial for of, trial in self.decided.values() if of is arm]
             closed = [
                 batch
-                for batch in side.cells
-                if (side.overrides, batch) in self.failures or self._cost(side, batch) > self._left()
+                for batch in arm.cells
+                if (arm.overrides, batch) in self.failures or self._cost(arm, batch) > self._left()
             ]
-            rates = dict.fromkeys(side.cells, self._rates)
-            goal = Goal(self.within, self.seeds, rates, closed, side.low, side.high, decided)
+            rates = dict.fromkeys(arm.cells, self._rates)
+            goal = Goal(self.within, self.seeds, rates, closed, arm.low, arm.high, decided)
             choose = next_law_steps if self.law else next_steps
-            steps = choose(curves, running, goal, side.prior.values, side.prior.spread)
-            self.steps |= {(side.overrides, batch): step for batch, step in steps.items()}
+            steps = choose(curves, running, goal, arm.prior.values, arm.prior.spread)
+            self.steps |= {(arm.overrides, batch): step for batch, step in steps.items()}
             # Tokens, not seconds: measured times differ between two commands, and choices must not.
-            costs = {batch: float(tokens_of(cell.config)) for batch, cell in side.cells.items()}
+            costs = {batch: float(tokens_of(cell.config)) for batch, cell in arm.cells.items()}
             tried = {*curves.losses, *curves.diverged, *(trial.batch for trial in running)}
             if (step := most_useful(steps, costs, tried)) is not None:
-                found.append((side, step))
+                found.append((arm, step))
         is_bracketing = any(step.now is None for _, step in found)
         self.optima = [
-            {"arm": list(side.overrides), "batch": batch, "lr": optimum.lr, "low": optimum.low, "high": optimum.high}
-            for side, curves in zip(self.sides, arms, strict=True)
+            {"arm": list(arm.overrides), "batch": batch, "lr": optimum.lr, "low": optimum.low, "high": optimum.high}
+            for arm, curves in known
             for batch, optimum in ({} if is_bracketing else curves.optima).items()  # fits take time
         ]
-        if self.compares and found and not is_bracketing:
+
+        def order(choice: tuple[SearchArm, Step]) -> tuple[float, ...]:
+            arm, step = choice
+            if step.now is None or not self.compares:
+                return step.now is not None and self.compares, arm.spent
             # What counts is the variance of the difference, which is the sum of those of the arms.
-            return max(found, key=lambda choice: (choice[1].now or 0.0) ** 2 - (choice[1].then or 0.0) ** 2)
-        return min(
-            found, key=lambda choice: (choice[1].now is not None and self.compares, choice[0].spent), default=None
-        )
+            return True, (step.then or 0.0) ** 2 - step.now**2
+
+        return min(found, key=order, default=None)
 
     @property
     def _rates(self) -> tuple[float, ...]:
@@ -403,7 +423,7 @@ class TuneSweeper(CellSweeper):
 
     def _read_runs(self) -> list[Run]:
         """The runs in the sweep's directory, whoever started them. Each is read again until it is done."""
-        if not any(path.is_dir() for path in self.directory.iterdir()):
+        if not self.directory.is_dir() or not run_dir.subdirectories(self.directory):
             return []
 
         def read(directory: Path) -> Run:
@@ -416,71 +436,91 @@ class TuneSweeper(CellSweeper):
 
         return find_runs(self.directory, read)
 
-    def _new_cell(self, side: Side, trial: Trial) -> tuple[Cell, str]:
+    def _end_range(self, arm: SearchArm, trial: Trial, draft: Draft) -> None:
+        """End the range of an arm before a value that the rules of the key refuse, such as a ratio above 1."""
+        usual = arm.prior.values[trial.batch]
+        legal = [usual, *(run.lr for run in self.runs if run.batch == trial.batch and arm.holds(run, self.key))]
+        nearer = [lr for lr in legal if (lr < trial.lr) == (usual < trial.lr) and lr != trial.lr]
+        if usual == trial.lr or not nearer:
+            raise ConfigError(draft.problems)
+        nearest = min(nearer, key=lambda lr: abs(math.log(lr / trial.lr)))
+        half = math.sqrt(nearest * trial.lr)
+        end = half if not 1 / SAME < half / nearest < SAME else nearest
+        arm.low, arm.high = (arm.low, end) if usual < trial.lr else (end, arm.high)
+
+    def _new_draft(self, arm: SearchArm, trial: Trial) -> tuple[Draft, str]:
         """The cell of a trial, and its learning rate as typed: an earlier one again, or rounded."""
-        config = side.cells[trial.batch].config
-        runs = [run for run in self.runs if side.holds(run, self.key)]
+        config = arm.cells[trial.batch].config
+        runs = [run for run in self.runs if arm.holds(run, self.key)]
         same = [run for run in runs if (run.batch, run.lr) == (trial.batch, trial.lr)]
         scale = lr_scaling(result_deciding(config), trial.batch) if self.key == LR else 1.0
-        typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{DIGITS}g}"
+        is_given = any(math.isclose(trial.lr, lr) for lr in (arm.low, arm.high, searched_value(config, self.key)))
+        digits = MOST_DIGITS if is_given else DIGITS
+        typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{digits}g}"
         places = {path: (of.overrides, other.batch, other.lr) for path, (of, other) in self.decided.items()}
-        place = side.overrides, trial.batch, trial.lr
+        place = arm.overrides, trial.batch, trial.lr
         running = [cell for cell in self.cells if places.get(cell.directory) == place]
         used = {run.seed for run in same} | {cell.config.train.seed for cell in running}
         seed = next(seed for seed in itertools.count(config.train.seed) if seed not in used)
-        return self._cell(side, trial.batch, typed, seed), typed
+        return self._draft(arm, trial.batch, typed, seed), typed
 
-    def _cell(self, side: Side, batch: int, typed: str, seed: int) -> Cell:
+    def _draft(self, arm: SearchArm, batch: int, typed: str, seed: int) -> Draft:
         fixed = [axis.override(axis.among[0]) for axis in self.space if not axis.swept and isinstance(axis.among, list)]
         kept = [text for text in fixed if text.partition("=")[0] not in (BATCH, SEED, self.key)]
         own = [f"{BATCH}={batch}", f"{self.key}={typed}", f"{SEED}={seed}"]
-        [draft] = draft_cells(self.compositions, [[*kept, *side.overrides, *own]], self.total, len(self.cells))
-        usual = side.cells[batch].config.train.seed
-        values = {**draft.values, self.key: typed} | ({SEED: str(seed)} if seed != usual else {})
-        [cell] = settle([replace(draft, values=values)], self.directory)
-        return cell
+        [draft] = draft_cells(self.compositions, [[*kept, *arm.overrides, *own]], self.total, len(self.cells))
+        usual = arm.cells[batch].config.train.seed
+        return replace(draft, values={**draft.values, self.key: typed, **({SEED: str(seed)} if seed != usual else {})})
 
     # --- what it costs ---
-    def _seconds(self, side: Side, batch: int) -> float | None:
+    def _seconds(self, arm: SearchArm, batch: int) -> float | None:
         """How long a run at a batch size takes: as runs there took, or as predicted from runs at other batch sizes."""
-        runs = [run for run in self.known.values() if run.status == "completed" and side.holds(run, self.key)]
+        runs = [run for run in self.known.values() if run.status == "completed" and arm.holds(run, self.key)]
         ended = [(run.batch, float(run.summary["wall_s"])) for run in runs]
         if here := [seconds for size, seconds in ended if size == batch]:
             return median(here)
-        predicted = {size: self.estimates.get((side.overrides, size)) for size in side.cells}
+        predicted = {size: self.estimates.get((arm.overrides, size)) for size in arm.cells}
         # Runs take longer than predicted if several share the machine.
         ratios = [seconds / expected for size, seconds in ended if (expected := predicted[size])]
         if expected := predicted[batch]:
             return expected * median(ratios or [1.0])
         return median(seconds for _, seconds in ended) if ended else None
 
-    def _cost(self, side: Side, batch: int) -> float:
+    def _cost(self, arm: SearchArm, batch: int) -> float:
         """What one more run costs, in the unit of the budget."""
         if self.budget is not None and self.budget.unit == "seconds":
-            return MARGIN * (self._seconds(side, batch) or 0.0)
+            if (seconds := self._seconds(arm, batch)) is None:  # the first run shows it
+                return math.inf if self.decided else 0.0
+            return MARGIN * seconds
         in_tokens = self.budget is not None and self.budget.unit == "tokens"
-        return tokens_of(side.cells[batch].config) if in_tokens else 1
+        return tokens_of(arm.cells[batch].config) if in_tokens else 1
+
+    def _may_end(self, cell: Cell, arm: SearchArm) -> bool:
+        """Whether a run that was chosen earlier would end in time, from its newest checkpoint on."""
+        if self.budget is None or self.budget.unit != "seconds":
+            return True
+        left = 1 - int(run_dir.read_summary(cell.directory).get("tokens") or 0) / tokens_of(cell.config)
+        return left * MARGIN * (self._seconds(arm, cell.config.batch.total_batch_size) or 0.0) <= self._left()
 
     def _left(self) -> float:
         """What is left of the budget, in its unit."""
         if self.budget is None:
             return math.inf
-        kept = min(REPORT_S, REPORT_SHARE * self.budget.amount)
         spent: dict[str, float] = {
             "runs": len(self.chosen),
             "tokens": sum(event["tokens"] for event in self.chosen.values()),
-            "seconds": self.seconds_before + time.monotonic() - self.begun_at + kept,
+            "seconds": self.seconds_before + time.monotonic() - self.begun_at,
         }
-        return self.budget.amount - spent[self.budget.unit]
+        return usable(self.budget) - spent[self.budget.unit]
 
     def _stopped(self, is_interrupted: bool) -> list[dict[str, Any]]:
         """Why each arm and batch size had no further run."""
         reasons = []
-        for side in self.sides:
-            for batch in sorted(side.cells):
-                step = self.steps.get((side.overrides, batch))
-                has_failed = (side.overrides, batch) in self.failures
+        for arm in self.arms:
+            for batch in sorted(arm.cells):
+                step = self.steps.get((arm.overrides, batch))
+                has_failed = (arm.overrides, batch) in self.failures
                 unknown = "interrupted" if is_interrupted else "failed" if has_failed else "budget"
                 why = step if isinstance(step, str) else unknown
-                reasons.append({"arm": list(side.overrides), "batch": batch, "why": why})
+                reasons.append({"arm": list(arm.overrides), "batch": batch, "why": why})
         return reasons

@@ -113,7 +113,7 @@ def _hydra_option(group: str, path: Path) -> str:
     for line in keys:
         setting, _, meaning = line.partition("#")
         key, _, value = setting.partition(":")
-        above[(len(key) - len(key.lstrip())) // 2 :] = [key.strip()]
+        above[(len(key) - len(key.lstrip())) // 2 :] = [key.strip().strip('"')]
         name, default = ".".join([group.replace("/", "."), *above]), f"`{value.strip()}`" if value.strip() else ""
         rows.append(f"| `{name}` | {default} | {_cell(meaning.strip())} |")
     return "\n".join(rows) + "\n"

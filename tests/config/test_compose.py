@@ -188,6 +188,21 @@ def test_the_default_models_own_settings_can_be_replaced(
     assert {key: getattr(config, key) for key in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("overrides", "size"),
+    [
+        (["model=nano", "batch.total_batch_size=1k"], 4),  # 4 sequences of 256
+        (["model=nano", "batch.total_batch_size=12288"], 8),
+        (["model=nano", "batch.total_batch_size=3072"], 6),
+        (["model=nano", "batch.total_batch_size=4k", "world.size=4"], 4),
+        (["batch=gpt2", "model=nano", "batch.total_batch_size=2k"], 8),  # the file's is 16
+        (["model=nano", "batch.total_batch_size=2k", "batch.micro_batch_size=4"], 4),
+    ],
+)
+def test_a_step_on_the_command_line_reduces_the_micro_batch_of_a_file(overrides: list[str], size: int) -> None:
+    assert compose(overrides).batch.micro_batch_size == size
+
+
 def test_token_files_of_others_are_of_gpt2s_tokenizer(corpus: Path) -> None:
     """With the default model too, whose own tokenizer is bytes."""
     assert compose(["data=tokens", f"data.path={corpus}"]).data.tokenizer == "gpt2"

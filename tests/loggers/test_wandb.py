@@ -327,7 +327,7 @@ def test_every_number_of_metrics_jsonl_is_on_the_server_under_its_name(finished:
         for event in map(json.loads, (finished.out / "metrics.jsonl").read_text().splitlines())
         if event["event"] in ("step", "eval", "sharpness")
     ]
-    assert [row for row in rows if "samples" not in row] == expected
+    assert [row for row in rows if not {"samples", "report"} & row.keys()] == expected
     definitions = finished.run.config["_wandb"]["value"]["m"]
     assert any(d.get("2") == "*" or "tokens" in str(d) for d in definitions)
 
@@ -352,6 +352,7 @@ def test_samples_report_and_weights_are_uploaded(finished: Online) -> None:
     assert table["data"] == [[3, 512, events(out, "sample")[0]["text"]]]
     assert {"report.html", "report.json", "cells.csv"} <= kinds["report"].files.keys()
     assert kinds["report"].files["report.html"] == (out / "report.html").read_bytes()
+    assert [row["report"]["_type"] for row in finished.run.history if "report" in row] == ["html-file"]
     weights = "checkpoints/step-00000004/model.safetensors"
     assert kinds["model"].files["step-00000004/model.safetensors"] == (out / weights).read_bytes()
 
@@ -655,6 +656,7 @@ def test_the_runs_of_a_sweep_are_a_group_with_its_report(
     assert {run.job_type for run in runs.values()} == {"train", "report"}
     [report] = runs["grid-report"].artifacts
     assert report.files["report.html"] == (tmp_path / "outputs/grid/report.html").read_bytes()
+    assert [row["report"]["_type"] for row in runs["grid-report"].history] == ["html-file"]
     assert [a.type for a in runs["nano-lr1e-3-b128-seed3"].artifacts] == ["run_table"]  # the report is the sweep's
 
 

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from gptexp.reporting.statistics.curves import fit_curves
-from gptexp.reporting.statistics.tuning import Goal, Search, Step, Trial, most_useful, next_steps, variance_left
+from gptexp.reporting.statistics.tuning import (
+    Goal,
+    Search,
+    Step,
+    Trial,
+    law_sizes,
+    most_useful,
+    next_law_steps,
+    next_steps,
+    variance_left,
+)
 
 BATCH, SPREAD = 1024, 0.01
 Losses = dict[float, float]
@@ -35,6 +45,7 @@ def next_lr(
         ({4.0: 3.1, 8.0: 3.0}, (16.0,), (), None),
         ({}, (8.0,), (), 4.0),
         ({}, (4.0, 8.0), (), 2.0),
+        ({}, (8.0,), (4.0,), None),  # a lower one runs already
         ({}, (), (8.0,), 16.0),  # while it runs, the next places go to both sides
         ({}, (), (8.0, 16.0), 4.0),
     ],
@@ -54,6 +65,9 @@ def test_learning_rates_stay_within_limits_and_lists() -> None:
     assert next_lr({8.0: 3.0}, high=10.0) == pytest.approx(10.0)
     assert next_lr({8.0: 3.0, 10.0: 2.9}, high=10.0) is None
     assert next_lr({8.0: 3.0}, rates={BATCH: (1.0, 8.0, 20.0)}) == 20.0
+    assert next_lr({8.0: 3.0}, rates={BATCH: (0.8, 8.0, 80.0)}) == 80.0  # however wide its gaps are
+    assert next_lr({8.0: 3.0, 80.0: 3.1}, rates={BATCH: (80.0, 8.0, 0.8)}) == 0.8
+    assert next_lr({8.0: 3.0, 0.8: 2.9}, rates={BATCH: (0.8, 8.0)}) is None
 
 
 def test_a_plateau_is_followed_until_a_loss_is_higher_than_seeds_explain() -> None:
@@ -77,6 +91,54 @@ def test_a_loss_far_below_that_rises_less_than_half_as_steeply_as_a_nearer_one_c
     assert next_lr(dip | {2.0: 2.96}) is None  # 0.053
     assert next_lr(dip | {2.0: 2.94}, running=(1.0,)) is None
     assert next_lr({8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None
+    assert next_lr({2.0: 3.02, 4.0: 3.01, 8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None  # there nothing trains
+
+
+def test_of_two_open_sides_the_one_with_fewer_learning_rates_is_next() -> None:
+    """Else a plateau above takes all that may be tried, and an optimum below is never seen."""
+    assert next_lr({4.0: 3.01, 8.0: 3.0, 16.0: 3.01, 32.0: 3.01}) == pytest.approx(2.0)
+
+
+def test_three_learning_rates_that_do_not_matter_are_seldom_called_worse() -> None:
+    rng, tries, wrong = np.random.default_rng(0), 2000, 0
+    for losses in rng.normal(3.0, SPREAD, (tries, 3)):
+        curves = fit_curves({BATCH: {2.0**i: [float(loss)] for i, loss in enumerate(losses)}}, {}, SPREAD)
+        wrong += bool(curves.worse_rates(BATCH))
+    assert 0.035 < wrong / tries < 0.065
+
+
+def test_a_batch_size_that_is_closed_keeps_its_verdict_and_gets_no_run() -> None:
+    cells = {2.0**i: [3 + 0.02 * (i - 3) ** 2, 3.0005 + 0.02 * (i - 3) ** 2] for i in (1, 2, 2.5, 3, 3.5, 4, 5)}
+    open_ones = Goal(0.25, 2), Goal(0.25, 2, closed={BATCH})
+    known, closed = (next_steps(fit_curves({BATCH: cells}, {}, SPREAD), [], goal, {BATCH: 8.0}, 0.85)[BATCH]
+                     for goal in open_ones)  # fmt: skip
+    assert known == closed == "narrow"
+    few = {lr: cells[lr] for lr in (2.0, 4.0)}
+    known, closed = (next_steps(fit_curves({BATCH: few}, {}, SPREAD), [], goal, {BATCH: 8.0}, 0.85)[BATCH]
+                     for goal in open_ones)  # fmt: skip
+    assert isinstance(known, Step)
+    assert closed is None
+
+
+def test_of_three_batch_sizes_for_a_law_the_order_given_does_not_choose() -> None:
+    assert law_sizes([2048, 4096, 16384, 32768]) == law_sizes([32768, 16384, 4096, 2048]) == [2048, 4096, 32768]
+
+
+@pytest.mark.e2e
+def test_a_law_counts_a_batch_size_that_a_plateau_bounds() -> None:
+    """Its two losses and a plateau are three learning rates; the verdict is not called narrow, however wide it is."""
+    cells = {batch: {4.0: [3.3], 8.0: [3.0, 3.01], 16.0: [3.5], 32.0: [3.52]} for batch in (1024, 4096, 16384)}
+    prior = dict.fromkeys(cells, 8.0)
+    steps = next_law_steps(fit_curves(cells, {}, SPREAD), [], Goal(0.06, 2), prior, 0.85)
+    assert {step if isinstance(step, str) else "run" for step in steps.values()} <= {"law", "run"}
+
+
+@pytest.mark.e2e
+def test_losses_that_no_curve_explains_are_not_called_flat() -> None:
+    cells = {0.5: [3.01], 2.0: [3.0, 3.001], 4.0: [3.002], 8.0: [3.003]}
+    curves = fit_curves({BATCH: cells}, {BATCH: [1.0]}, 0.02)
+    assert curves.by_batch[BATCH].status == "jagged"
+    assert Search(curves, BATCH, [], Goal(0.25, 8)).next_step() != "flat"
 
 
 @pytest.mark.e2e

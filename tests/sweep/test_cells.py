@@ -83,13 +83,13 @@ def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypa
     assert {*flags, "--compare", "--yes", "--json", *others} == {*said[1:]}
     tune.main(said[1:])
     assert sorted(stood_for[0]) == sorted(stood_for[1])
-    odd = ["hydra.sweeper.prior='/a b.yaml'", "hydra.sweeper.budget=null", "hydra.sweeper.law=true"]
+    odd = ["hydra.sweeper.from='/a b.yaml'", "hydra.sweeper.budget=null", "hydra.sweeper.law=true"]
     said = command(composed("hydra/sweeper=tune", *odd))
     tune.main(said[1:])
     assert sorted(stood_for[2][1:]) == sorted(["hydra/sweeper=tune", *odd])
     assert command(composed("optim.lr=1,2"))[0] == "train"
     tune.main(["--from", "/a b,c=1.yaml"])
-    assert composed(*stood_for[3][1:]).hydra.sweeper.prior == "/a b,c=1.yaml"
+    assert composed(*stood_for[3][1:]).hydra.sweeper["from"] == "/a b,c=1.yaml"
 
 
 @pytest.fixture

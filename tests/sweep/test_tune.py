@@ -67,6 +67,39 @@ def test_a_search_that_is_killed_makes_the_same_choices(searches: Callable[..., 
     assert killed.chosen == whole.chosen
 
 
+def test_the_time_between_two_commands_is_not_spent(searches: Callable[..., Search]) -> None:
+    """Also not that before a run which the second one resumes, and whose files are then younger."""
+    search, whole = searches(sigma=0.05), searches(sigma=0.05)
+    assert whole.run(SIZES, "hydra.sweeper.budget=10m") == 0
+    for _ in range(2):
+        assert search.run(SIZES, "hydra.sweeper.budget=10m", killed_after=3) is None
+        search.clock.now += 36_000
+    assert search.run(SIZES, "hydra.sweeper.budget=10m") == 0
+    assert search.chosen == whole.chosen
+    history = search_of(search.folder)
+    assert history is not None
+    assert history.seconds == pytest.approx(60 * len(search.chosen), abs=1)
+
+
+def test_a_run_that_was_chosen_earlier_begins_only_if_it_ends_in_time(searches: Callable[..., Search]) -> None:
+    search = searches(sigma=0.05)
+    assert search.run(ONE, "hydra.sweeper.budget=10m", killed_after=4) is None
+    begun = search.clock.now
+    assert search.run(ONE, "hydra.sweeper.budget=250s") == 0
+    assert search.clock.now == begun
+    assert [answer.stopped for answer in search.answers] == ["budget"]
+    assert search.run(ONE, "hydra.sweeper.budget=10m") == 0
+    assert search.clock.now > begun
+
+
+def test_a_budget_that_the_last_run_spends_does_not_hide_the_answer(searches: Callable[..., Search]) -> None:
+    search, exact = searches(), searches()
+    assert search.run(ONE) == 0
+    assert exact.run(ONE, f"hydra.sweeper.budget={len(search.chosen)}runs") == 0
+    assert [answer.stopped for answer in exact.answers] == [answer.stopped for answer in search.answers]
+    assert build_report(exact.folder).further == []
+
+
 @pytest.mark.parametrize(("budget", "runs"), [("7runs", 7), ("750k", 7), ("10m", 9)])
 def test_a_budget_is_kept_by_all_commands_together(searches: Callable[..., Search], budget: str, runs: int) -> None:
     search = searches(sigma=0.05)  # seeds vary so much that more runs would help
@@ -155,14 +188,14 @@ def test_a_search_begins_at_the_law_of_an_earlier_one(searches: Callable[..., Se
     assert earlier.run(ONE) == 0
     assert (
         search.run(
-            "batch.total_batch_size=4096,32768", "hydra.sweeper.budget=3runs", f"hydra.sweeper.prior={earlier.folder}"
+            "batch.total_batch_size=4096,32768", "hydra.sweeper.budget=3runs", f"hydra.sweeper.from={earlier.folder}"
         )
         == 0
     )
     [first] = [event for event in read_events(search.folder) if event["event"] == "start"]
     assert {one["batch"]: one["lr"] for one in first["prior"]}[4096] == pytest.approx(0.1, rel=0.15)
     with pytest.raises(ConfigError) as refused:
-        searches().run(SIZES, "hydra.sweeper.prior=/nowhere.yaml")
+        searches().run(SIZES, "hydra.sweeper.from=/nowhere.yaml")
     assert refused.value.code in ("no-earlier-law", "not-found", "config")
 
 
@@ -184,7 +217,11 @@ def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search])
         ("hydra.sweeper.within=0", "out-of-range"),
         ("hydra.sweeper.seeds=0", "out-of-range"),
         ("train.seed=1,2", "seeds-in-search"),
-        ("optim.weight_decay=interval(0.1,1)", "interval-of-arms"),
+        ("optim.weight_decay=interval(0.1,1)", "interval-in-search"),
+        ("optim.lr=interval(0.001,0.1)", "interval-in-search"),
+        ("log.note=a,b", "no-arm"),
+        ("batch.micro_batch_size=2,4", "no-arm"),
+        ("hydra.sweeper.law=true hydra.sweeper.compare=true optim=adamw,lion", "law-and-compare"),
         ("data.val_tokens=0", "validation-missing"),
         ("train.max_steps=100", "config"),
         ("hydra.sweeper.compare=true", "compare-one-arm"),
@@ -198,7 +235,7 @@ def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search])
         ("hydra.sweeper.key=optim.weight_decay optim.weight_decay=0,0.1,0.2", "too-few-values"),
         ("hydra.sweeper.law=no", "wrong-type"),
         ("hydra.sweeper.law=true batch.total_batch_size=4096", "law-of-one-size"),
-        ("hydra.sweeper.prior=5", "no-earlier-law"),
+        ("hydra.sweeper.from=5", "no-earlier-law"),
     ],
 )  # fmt: skip
 def test_a_search_that_cannot_work_is_refused(searches: Callable[..., Search], override: str, code: str) -> None:
@@ -240,7 +277,7 @@ def test_arms_are_compared_until_their_difference_is_known(
 ) -> None:
     """Lion's losses are 0.1 nats higher: few runs show that, however wide the intervals of the learning rates are."""
     search = searches(arms={"adamw": 1.0, "lion": 0.125}, gaps={"lion": 0.1}, sigma=sigma)
-    assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.compare=true", "hydra.sweeper.within=0.05") == 0
+    assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.compare=true", "hydra.sweeper.within=0.06") == 0
     assert {answer.stopped for answer in search.answers} == {"decided"}
     assert len(search.chosen) <= runs
     fits = {0.0075 in arm.losses[4096]: arm.curves.fits[4096] for arm in build_report(search.folder).analysis.arms}
@@ -269,8 +306,13 @@ def test_another_key_is_searched_within_its_range(searches: Callable[..., Search
 @pytest.mark.e2e
 def test_a_value_that_the_rules_refuse_ends_the_range(searches: Callable[..., Search]) -> None:
     search = searches(key="optim.beta2", best={4096: 0.95}, diverges=9.0)
-    assert search.run(ONE, "hydra.sweeper.key=optim.beta2", "optim.beta2=0.6", "hydra.sweeper.budget=6runs") == 0
-    assert all(float(typed) < 1 for _, typed, *_ in search.chosen)
+    assert search.run(ONE, "hydra.sweeper.key=optim.beta2", "optim.beta2=0.9996", "hydra.sweeper.budget=6runs") == 0
+    tried = [float(typed) for _, typed, *_ in search.chosen]
+    assert tried[0] == 0.9996  # a value that was given is not rounded
+    assert all(value < 1 for value in tried)
+    above = searches(key="optim.beta2", best={4096: 0.95}, diverges=9.0)
+    assert above.run(ONE, "hydra.sweeper.key=optim.beta2", "optim.beta2=0.6", "hydra.sweeper.budget=6runs") == 0
+    assert 0.8 < max(float(typed) for _, typed, *_ in above.chosen) < 1
 
 
 def test_choices_of_earlier_commands_hold_for_their_own_runs_only(searches: Callable[..., Search]) -> None:

@@ -31,7 +31,7 @@ def search(tiny: list[str], name: str, *more: str) -> list[str]:
 
 def chosen(directory: Path) -> list[tuple[Any, ...]]:
     events = [event for event in read_events(directory) if event["event"] == "choose"]
-    return [(event["cell"], event["why"], event["octaves"], event["expected_octaves"]) for event in events]
+    return [(event["cell"], event["why"], event["width"], event["expected_width"]) for event in events]
 
 
 def answers(directory: Path) -> list[dict[str, Any]]:
@@ -77,7 +77,9 @@ def test_a_dry_run_times_the_search_checks_its_budget_and_runs_nothing(
     whole = gptexp(*search(tiny, "s", "--dry-run"))
     assert whole.returncode == 0, whole.stderr
     titles = [line.split()[0] for line in whole.stdout.splitlines()]
-    assert titles == ["search", "runs", "time", "at"]
+    assert titles == ["search", "until", "begins", "runs", "time", "at"]
+    counted = gptexp(*search(tiny, "s", "--dry-run", "--json"))
+    assert json.loads(counted.stdout).keys() == {"runs", "seconds"}
     short = gptexp("tune", *tiny, *BYTES, *LENGTH, "--budget", "20k tokens", "--dry-run")
     assert short.returncode == 2
     assert "[budget-too-small]" in short.stderr

@@ -16,7 +16,7 @@ STOPPED = {  # why no further run is made -> in words
     "flat": "flat: any will do",
     "exhausted": "no run would help",
     "budget": "budget spent",
-    "law": "by the law",
+    "law": "its law is known",
     "decided": "the arms' difference is known",
     "failed": "a run failed",
 }
@@ -168,9 +168,9 @@ def _decisions(events: Sequence[dict[str, Any]]) -> Iterator[Decision]:
             seed=int(event["seed"]),
             why=why_in_words(event["why"], event["repeat"]),
             unit="nats" if compares else "octaves",
-            before=_width(event["octaves"]),
-            expected=_width(event["expected_octaves"]),
-            after=_width(later[0]["octaves"]) if later else None,
+            before=_width(event["width"]),
+            expected=_width(event["expected_width"]),
+            after=_width(later[0]["width"]) if later else None,
             is_newest=end is not None and not later,
         )
 

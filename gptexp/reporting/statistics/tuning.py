@@ -11,9 +11,8 @@ Nothing here depends on time or chance: the same results always lead to the same
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -22,6 +21,7 @@ from gptexp.reporting.statistics.curves import CLOSEST, FLATTER, JUMP, SAME, Bat
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.law import independent_difference
 from gptexp.reporting.statistics.likelihood import SMALLEST_SIGMA
+from gptexp.reporting.statistics.noise import LEVEL
 from gptexp.reporting.statistics.posterior import NARROWEST, interval
 from gptexp.reporting.statistics.prior import expected_optima, starts
 
@@ -79,10 +79,11 @@ class Goal:
     high: float = math.inf
     decided: Collection[int] | None = None  # if arms are compared: the batch sizes at which their difference is known
 
-    def nearest(self, batch: int, lr: float) -> float:
-        """The learning rate nearest to `lr` that may be run."""
+    def nearest(self, batch: int, lr: float, is_wanted: Callable[[float], bool] = lambda _: True) -> float:
+        """The learning rate nearest to `lr` that may be run; of a list, one that `is_wanted`, if there is one."""
         rates = self.rates.get(batch, ())
-        return min(rates, key=lambda rate: abs(math.log(rate / lr)), default=min(max(lr, self.low), self.high))
+        wanted = [rate for rate in rates if is_wanted(rate)] or rates
+        return min(wanted, key=lambda rate: abs(math.log(rate / lr)), default=min(max(lr, self.low), self.high))
 
 
 class Search:
@@ -93,6 +94,7 @@ class Search:
         self.batch, self.goal, self.curves = batch, goal, curves
         self.losses = curves.losses.get(batch, {})
         self.diverged = curves.diverged.get(batch, [])
+        self.running_anywhere = running
         self.running = [trial for trial in running if trial.batch == batch]
         self.tried = sorted({*self.losses, *self.diverged, *(trial.lr for trial in self.running)})
 
@@ -135,31 +137,37 @@ class Search:
         return any(1 / SAME < lr / other < SAME for other in self.tried)
 
     def _outside(self) -> float | None:
-        means = {lr: fmean(losses) for lr, losses in self.losses.items()}
-        best = min(means, key=lambda lr: means[lr], default=None)
-        if best is None and self.diverged:
-            return self._beyond(self.tried[0], 1 / OCTAVE)
-        if best is None:
-            best = self.running[0].lr
+        if self.diverged and not self.losses:
+            is_first = self.tried[0] == self.diverged[0]  # else lower ones run already
+            return self._beyond(self.tried[0], 1 / OCTAVE) if is_first else None
+        means = self.curves.plain_means.get(self.batch, {})
+        best = self.curves.lowest_rate(self.batch) if means else self.running[0].lr
         # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau. So it may if
-        # the lowest learning rate has a loss that rises much less, for each octave, than that of a nearer one.
+        # the lowest learning rate has a loss that rises much less, for each octave, than that of a nearer one; but if
+        # three are worse for sure, it is the loss of what does not train at all.
         rising = self.curves.worse_rates(self.batch) if means and self._noise_is_known else list(means)
         slopes = {lr: (mean - means[best]) / math.log2(best / lr) for lr, mean in means.items() if lr < best}
         steepest = max((slopes[lr] for lr in rising if lr < best), default=math.inf)
         running = [trial.lr for trial in self.running]
         is_above = any(lr > best for lr in [*rising, *running, *self.diverged])
         is_below = any(lr < best for lr in running) or slopes.get(min(means, default=best), 0.0) > FLATTER * steepest
-        for end, factor, is_closed in ((self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)):
+        is_below |= sum(lr < best for lr in rising) >= FEWEST
+        sides = (self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)
+        # First the side on which fewer were tried, because a plateau on one side must not take all that may be tried.
+        for end, factor, is_closed in sorted(sides, key=lambda side: round(abs(math.log2(side[0] / best)), 3)):
             if not is_closed and (lr := self._beyond(end, factor)) is not None:
                 return lr
         return None
 
     def _beyond(self, end: float, factor: float) -> float | None:
-        """The learning rate `factor` times an end of those tried; None if it may not be run."""
-        lr = self.goal.nearest(self.batch, end * factor)
-        is_beyond = lr > end * SAME if factor > 1 else lr < end / SAME
+        """The learning rate beyond an end of those tried, `factor` times it if possible; None if there is none."""
+
+        def is_beyond(lr: float) -> bool:
+            return lr > end * SAME if factor > 1 else lr < end / SAME
+
+        lr = self.goal.nearest(self.batch, end * factor, is_beyond)
         ratio = max(lr, self.tried[-1]) / min(lr, self.tried[0])
-        return lr if is_beyond and ratio <= WIDEST else None
+        return lr if is_beyond(lr) and ratio <= WIDEST else None
 
     @property
     def _noise_is_known(self) -> bool:
@@ -178,7 +186,8 @@ class Search:
         optimum = self.curves.by_batch[self.batch].optimum
         if optimum is not None and optimum.is_within(EARLY * self.goal.within):
             return "narrow"
-        return "flat" if self._noise_is_known and self._is_flat(fit) else None
+        is_jagged = self.curves.by_batch[self.batch].status == "jagged"
+        return "flat" if self._noise_is_known and self._is_flat(fit) and not is_jagged else None
 
     def _narrowing(self, fit: BatchFit) -> Step | Stop | None:
         """The run that lowers the variance of the optimum, or of the loss there, most.
@@ -202,9 +211,9 @@ class Search:
             is_weak |= self._left_by_all(fit, draws, candidates) > SMALLEST_GAIN_OF_ALL**2
         repeats = [number for number, trial in enumerate(candidates) if trial.repeat]
         if repeats and not self._noise_is_known and (not self.curves.noise_is_known or is_weak or self._is_flat(fit)):
-            if any(trial.repeat for trial in self.running):
+            if any(trial.repeat for trial in (self.running if self.curves.noise_is_known else self.running_anywhere)):
                 return None
-            lowest = min(self.losses, key=lambda lr: fmean(self.losses[lr]))
+            lowest = self.curves.lowest_rate(self.batch)
             best = min(repeats, key=lambda number: abs(math.log(candidates[number].lr / lowest)))
             return Step(candidates[best], "noise", now, float(then[best]))
         if is_weak:
@@ -214,7 +223,7 @@ class Search:
     def _left_by_all(self, fit: BatchFit, draws: Array, candidates: Sequence[Trial]) -> float:
         """Which share of the variance of `draws` is left once each candidate has as many seeds as it may have."""
         seeds = [1.0] * len(self.running) + [float(self.goal.seeds - trial.repeat) for trial in candidates]
-        joint = _covariance(fit, draws, [trial.lr for trial in (*self.running, *candidates)], seeds)
+        joint = _observed(fit, draws, [trial.lr for trial in (*self.running, *candidates)], seeds)
         known = _conditioned(joint, range(1, 1 + len(self.running)))
         return float(_conditioned(known, range(1 + len(self.running), len(joint)))[0, 0] / known[0, 0])
 
@@ -258,20 +267,23 @@ def variance_left(fit: BatchFit, draws: Array, running: Sequence[float], candida
     `draws` are those of the optimum, or of the loss there. The share is one of the variance that is expected once the
     runs at `running` have ended.
     """
-    joint = _covariance(fit, draws, [*running, *candidates], [1.0] * (len(running) + len(candidates)))
+    joint = _observed(fit, draws, [*running, *candidates], [1.0] * (len(running) + len(candidates)))
     joint = _conditioned(joint, range(1, 1 + len(running)))
     first = 1 + len(running)
     gained = joint[0, first:] ** 2 / np.diag(joint)[first:]
     return np.asarray(np.clip(1 - gained / joint[0, 0], 0.0, 1.0))
 
 
-def _covariance(fit: BatchFit, draws: Array, lrs: Sequence[float], seeds: Sequence[float]) -> Array:
-    """The covariance of `draws` and of the mean losses of `seeds` runs at each of the learning rates `lrs`."""
-    x = np.log2(lrs)
+def covariance(fit: BatchFit, draws: Array, x: Array) -> tuple[Array, Array]:
+    """The covariance of `draws` and of the expected losses at log2(lr) = `x`, and the variance of one run at each."""
     joint = np.cov(np.column_stack([draws, fit.posterior.loss(fit.batch, x)]).T)
-    noise = np.median(fit.posterior.noise(fit.batch, x), axis=0)
-    joint[np.arange(1, len(joint)), np.arange(1, len(joint))] += noise**2 / seeds
-    return np.asarray(joint)
+    return np.asarray(joint), np.asarray(np.median(fit.posterior.noise(fit.batch, x), axis=0) ** 2)
+
+
+def _observed(fit: BatchFit, draws: Array, lrs: Sequence[float], seeds: Sequence[float]) -> Array:
+    """The covariance of `draws` and of the mean losses of `seeds` runs at each of the learning rates `lrs`."""
+    joint, noise = covariance(fit, draws, np.log2(lrs))
+    return joint + np.diag([0.0, *(noise / seeds)])
 
 
 def _conditioned(joint: Array, known: Iterable[int]) -> Array:
@@ -287,20 +299,24 @@ def next_steps(
 ) -> dict[int, Step | Stop | None]:
     """The next run of each batch size of `prior`; one without runs begins where the others and `prior` expect it.
 
-    While an optimum is to be bracketed, no interval is narrowed, and the other batch sizes have None.
-    Batch sizes that are closed are left out.
+    While an optimum is to be bracketed, no interval is narrowed, and the other batch sizes have None. A batch size that
+    is closed has None in place of a run.
 
     `prior`: batch size in tokens -> learning rate; `spread`: its standard deviation in octaves.
     """
-    searches = {batch: Search(curves, batch, running, goal) for batch in prior if batch not in goal.closed}
-    steps: dict[int, Step | Stop | None] = {batch: search.bracketing() for batch, search in searches.items()}
+    searches = {batch: Search(curves, batch, running, goal) for batch in prior}
+    brackets = {batch: search.bracketing() for batch, search in searches.items()}
+    steps: dict[int, Step | Stop | None] = {b: None if b in goal.closed else step for b, step in brackets.items()}
     if any(steps.values()):
         return steps
-    if new := [batch for batch, search in searches.items() if not search.tried]:
+    if new := [batch for batch, search in searches.items() if not search.tried and batch not in goal.closed]:
         found = {batch: optimum for batch, optimum in found_optima(curves).items() if batch in prior}
         start = starts(prior, found, spread)
         return steps | {batch: Step(Trial(batch, goal.nearest(batch, start[batch])), "first") for batch in new}
-    return {batch: search.next_step() for batch, search in searches.items()}
+    for batch, search in searches.items():
+        step = search.next_step() if search.tried and brackets[batch] is None else None
+        steps[batch] = None if batch in goal.closed and isinstance(step, Step) else step
+    return steps
 
 
 def decided_sizes(arms: Sequence[Curves]) -> set[int]:
@@ -310,26 +326,28 @@ def decided_sizes(arms: Sequence[Curves]) -> set[int]:
     one seed's standard deviation of 0.
     """
     decided = set()
-    for batch in set.intersection(*({*curves.fits} for curves in arms)):
-        losses = [curves.fits[batch].best_losses for curves in arms]
+    for batch in set.intersection(*({*curves.optima} for curves in arms)):
+        losses = [curves.best_losses[batch] for curves in arms]
         sigma = max(curves.fits[batch].sigma for curves in arms)
         lowest = min(losses, key=lambda draws: float(np.median(draws)))
-        gaps = [interval(independent_difference(draws, lowest)) for draws in losses if draws is not lowest]
-        if all(not low <= 0 <= high or max(-low, high) <= sigma for low, high in gaps):
+        level = 1 - LEVEL / math.comb(len(arms), 2)  # the lowest was chosen
+        gaps = [interval(independent_difference(draws, lowest), level) for draws in losses if draws is not lowest]
+        places = [((low + high) / 2, (high - low) / 2 / EARLY) for low, high in gaps]  # middle, half of the width
+        if all(abs(middle) > half or abs(middle) + half <= sigma for middle, half in places):
             decided.add(batch)
     return decided
 
 
 def found_optima(curves: Curves) -> dict[int, tuple[float, float]]:
     """Batch size -> mean and variance of log2 of the best learning rate, where three have been run or more."""
-    fits = {batch: fit for batch, fit in curves.fits.items() if len(fit.lrs) >= FEWEST}
+    fits = {batch: fit for batch, fit in curves.fits.items() if len(fit.lrs) + len(fit.plateau) >= FEWEST}
     return {batch: (float(fit.octaves.mean()), float(fit.octaves.var())) for batch, fit in fits.items()}
 
 
 def law_sizes(sizes: Collection[int]) -> list[int]:
     """The batch sizes whose runs find a law: the ends, and the one nearest to the middle between them."""
     low, high = min(sizes), max(sizes)
-    return sorted({low, min(sizes, key=lambda size: abs(math.log(size * size / (low * high)))), high})
+    return sorted({low, min(sorted(sizes), key=lambda size: abs(math.log(size * size / (low * high)))), high})
 
 
 def next_law_steps(
@@ -348,17 +366,10 @@ def next_law_steps(
         return float(np.sqrt(np.diag(expected_optima(prior, found, spread)[1])).mean())
 
     for batch, step in steps.items():
-        if (
-            isinstance(step, Step)
-            and step.why in ("narrow", "form")
-            and step.now
-            and step.then
-            and batch in curves.optima
-        ):
+        if isinstance(step, Step) and step.why in ("narrow", "form") and batch in curves.optima:
             mean, variance = known[batch]
-            after = width({**known, batch: (mean, variance * (step.then / step.now) ** 2)})
-            if after > SMALLEST_GAIN * width(known):
-                steps[batch] = "narrow"
+            if width({**known, batch: (mean, variance * 4**-step.gain)}) > SMALLEST_GAIN * width(known):
+                steps[batch] = "law"
     return steps | {size: "law" for size in sizes if size not in chosen}
 
 

@@ -19,8 +19,9 @@ from gptexp.storage.sweep_record import SweepRecord
 TEXTS = ("arm", "status", "stopped", "surer with")  # titles of the columns of text
 NOTHING = "narrow enough"
 WANTED = {  # why a search made no further run -> what would make the answer surer
-    "flat": "nothing: its learning rates differ by less than seeds",
+    "flat": "nothing: runs at it lose less than a tenth of a seed's spread",
     "exhausted": "nothing that can be run",
+    "law": "gptexp tune without --law",
     "decided": "gptexp tune without --compare",
     "failed": "its command again",
     "interrupted": "its command again",
@@ -73,15 +74,16 @@ def answers_of(
     for arm in analysis.arms:
         label = printable(arm.label)
         for batch, curve in arm.curves.by_batch.items() if arm.is_grid or are_swept else ():
-            status, wanted = _status(curve, within), _proposed(arm, batch, further)
-            if not wanted and not curve.noise_is_known:
+            stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
+            noise_is_known = curve.noise_is_known or stopped == "narrow"  # a search takes it from other batch sizes
+            status, wanted = _status(curve, within, noise_is_known), _proposed(arm, batch, further)
+            if not wanted and not noise_is_known:
                 wanted = "a second seed"
             elif not wanted and curve.optimum is not None and curve.optimum.is_within(within):
                 wanted = NOTHING
             if sweep is not None and is_unfinished(sweep, analysis.runs, batch):
                 status, wanted = f"{status}, so far", "its other cells"
             optimum = vars(curve.optimum) if curve.optimum is not None else {}
-            stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
             if search is not None and not search.stopped and wanted != NOTHING:
                 wanted = "its next runs"
             if stopped == "budget" and not wanted:
@@ -121,11 +123,11 @@ def _by_law(arm: Arm, label: str, search: SearchHistory) -> list[Answer]:
     ]
 
 
-def _status(curve: Curve, within: float) -> str:
+def _status(curve: Curve, within: float, noise_is_known: bool) -> str:
     side = curve.side if curve.status == "not bracketed" else None
     is_wide = curve.optimum is not None and not curve.optimum.is_within(within)
     badges = [side or curve.status, *(["wide"] if is_wide else [])]
-    return ", ".join(badges if curve.noise_is_known else [*badges, "noise unknown"])
+    return ", ".join(badges if noise_is_known else [*badges, "noise unknown"])
 
 
 def _proposed(arm: Arm, batch: int, further: Sequence[Proposal]) -> str:

@@ -20,7 +20,7 @@ from gptexp.reporting.statistics.analysis import OPTIMIZER, TEXT, Analysis, Arm
 from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve, one_step_outside
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
-from gptexp.reporting.statistics.tuning import REACH, SMALLEST_GAIN, WIDEST
+from gptexp.reporting.statistics.tuning import REACH, SMALLEST_GAIN, WIDEST, covariance
 from gptexp.reporting.words.finding import WITHIN, sizes, tokens
 from gptexp.storage.sweep_record import SweepRecord
 
@@ -76,7 +76,7 @@ def proposals(
     arms = [arm for arm in analysis.arms if all(run.branch is None for run in arm.runs)]
     open_questions = [(arm, cells) for arm in arms for cells in _answering(arm, within)]
     if search is not None:
-        open_questions = [(arm, cells) for arm, cells in open_questions if _goes_on(search, arm, cells.batch)]
+        open_questions = [(arm, cells) for arm, cells in open_questions if _goes_on(search, arm, cells.batch, within)]
     planned = {cell.total_batch_size for cell in sweep.cells.values()}
     unfinished = {batch for batch in planned if is_unfinished(sweep, analysis.runs, batch)}
     if not open_questions and not unfinished and (search is None or search.is_settled):
@@ -99,9 +99,10 @@ def merged(found: Sequence[Proposal]) -> list[Proposal]:
     return sorted(together, key=lambda proposal: (proposal.minutes or 0.0, proposal.runs))
 
 
-def _goes_on(search: SearchHistory, arm: Arm, batch: int) -> bool:
+def _goes_on(search: SearchHistory, arm: Arm, batch: int, within: float) -> bool:
     """Whether a search goes on at a batch size with a larger budget, or with narrower intervals."""
-    return search.stop_of({run.name for run in arm.runs}, batch) in ("budget", "narrow")
+    stopped, optimum = search.stop_of({run.name for run in arm.runs}, batch), arm.curves.optima.get(batch)
+    return stopped == "budget" or (stopped == "narrow" and (optimum is None or not optimum.is_within(within)))
 
 
 def _with_its_command(
@@ -115,7 +116,7 @@ def _with_its_command(
     if search.budget is not None:
         runs, unit = sum(proposal.runs for proposal in found), search.budget.unit
         seconds = SPARE * 60 * sum(proposal.minutes or 0.0 for proposal in found)
-        costs = {"runs": runs, "tokens": runs * search.tokens / len(search.decisions), "seconds": seconds}
+        costs = {"runs": runs, "tokens": runs * search.tokens / max(1, len(search.decisions)), "seconds": seconds}
         options["--budget"] = as_typed_budget(unit, search.spent[unit] + costs[unit])
     planned = {batch for _, batch in search.prior}
     proposed = []
@@ -303,8 +304,7 @@ def _plans(batch_fit: BatchFit, x: Array, octaves: float) -> Iterator[tuple[floa
     `octaves`: the width now. How far runs lower the variance of the optimum follows from its posterior covariance with
     the losses, as if all were normal.
     """
-    joint = np.cov(np.column_stack([batch_fit.octaves, batch_fit.posterior.loss(batch_fit.batch, x)]).T)
-    noise = np.median(batch_fit.posterior.noise(batch_fit.batch, x), axis=0) ** 2
+    joint, noise = covariance(batch_fit, batch_fit.octaves, x)
     for size in range(1, min(3, len(x)) + 1):
         for chosen in itertools.combinations(range(len(x)), size):
             losses = [1 + i for i in chosen]
