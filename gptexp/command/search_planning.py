@@ -100,29 +100,23 @@ def _print_plan(
     if budget is not None and history is not None:
         limit += f", of which {replace(budget, amount=history.spent[budget.unit])} are spent"
     usual, least, most = counts
-    lengths = " to ".join(f"{count:,}" for count in (tokens[0], tokens[-1])[: len(tokens)])
+    what = f"{'the law of ' if sweeper.law else ''}the best {sweeper.key}"
+    until = f"the 95% interval is at most {2 * sweeper.within:g} octaves wide"
+    lengths = " to ".join(f"{count:,}" for count in dict.fromkeys((tokens[0], tokens[-1])))
     begins = [
         f"{' '.join(arm)}: " * bool(arm) + sweeper.prior_of({batch: each.config for batch, each in at.items()}).in_words
         for arm, at in plans.items()
     ]
-    say(
-        *titled(
-            [
-                (
-                    "search",
-                    f"{'the law of ' if sweeper.law else ''}the best {sweeper.key} at {in_words(chosen)} tokens a step",
-                ),
-                ("until", f"the 95% interval is at most {2 * sweeper.within:g} octaves wide"),
-                *(("begins at" * (text is begins[0]), text) for text in begins),
-                ("runs", f"about {usual}{' more' if done else ''}, {least} to {most}, of {lengths} tokens each"),
-                (
-                    "time",
-                    "" if seconds[0] is None else "about {}, {} to {}".format(*(duration(s or 0.0) for s in seconds)),
-                ),
-                ("at most", limit),
-            ]
-        )
-    )
+    took = "" if seconds[0] is None else "about {}, {} to {}".format(*(duration(each or 0.0) for each in seconds))
+    lines = [
+        ("search", f"{what} at {in_words(chosen)} tokens a step"),
+        ("until", "the difference of the arms is known" if sweeper.compares else until),
+        *(("begins at" * (text is begins[0]), text) for text in begins),
+        ("runs", f"about {usual}{' more' if done else ''}, {least} to {most}, of {lengths} tokens each"),
+        ("time", took),
+        ("at most", limit),
+    ]
+    say(*titled(lines))
     return usual, seconds[0]
 
 

@@ -267,3 +267,25 @@ def test_on_step_law_the_methods_hit_as_often_as_was_found_before() -> None:
     assert np.mean(runs) == pytest.approx(3.5, abs=0.2)
     known = [row.distance is not None for row in rows("full grid, lowest", every_other_rate(arms))]
     assert np.mean(known) >= 0.85
+
+
+def assert_reaches(scored: Sequence[benchmark_tune.Score], near: float, covered: float) -> None:
+    """`near`: share of the answers within 0.25 octaves; `covered`: share of the intervals that hold the reference."""
+    assert within(scored, 0.25) >= near
+    assert within(scored, 0.5) >= 0.98
+    assert np.mean([row.covered for row in scored if row.covered is not None]) >= covered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offs", [(None,), (-3, 3)])
+def test_a_search_finds_the_optima_of_synthetic_arms_also_from_a_wrong_prior(offs: Sequence[float | None]) -> None:
+    assert_reaches(rows("tune", of_noise(0, 0.2, offs=offs)), 0.95, 0.93)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STEPLAW, reason="STEPLAW: the path of Step Law's table, a CSV file, is not set")
+def test_on_step_law_a_search_needs_a_third_of_the_grid() -> None:
+    scored = rows("tune", step_law(Path(STEPLAW or "")))
+    assert_reaches(scored, 0.85, 0.93)
+    assert np.mean([row.share_of_grid for row in scored]) <= 0.35
+    assert np.mean([row.regret for row in scored if row.regret is not None]) <= 1e-3

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import BYTES, events, runs, summary, wait_for
+from conftest import BYTES, e2e_then_slow, events, runs, summary, wait_for
 from real_runs import begun
 
 from gptexp.process.errors import StorageError
@@ -94,8 +94,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("arguments", [["world.size=2", "hydra.run.dir=out"], ["-m", "train.seed=1,2", "sweep.name=x"]])
+@pytest.mark.parametrize(
+    "arguments", e2e_then_slow([["world.size=2", "hydra.run.dir=out"], ["-m", "train.seed=1,2", "sweep.name=x"]])
+)
 def test_a_run_that_fills_the_disk_is_failed_and_goes_on_once_there_is_room(
     start: Start, gptexp: Gptexp, tiny: list[str], small_disk: Path, arguments: list[str]
 ) -> None:

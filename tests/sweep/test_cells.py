@@ -1,8 +1,11 @@
 """The cells of a sweep: composed as by Hydra, and with names by which the same or a wider grid finds them again."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from omegaconf import DictConfig, OmegaConf
 from sweeps import compose_sweep
 
@@ -12,6 +15,7 @@ from gptexp.config.search_flags import FLAGS, SWITCHES
 from gptexp.data.characters import CharTokenizer
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import Compositions, cell_name, command, confounds, fixed_arguments, name_sweep
+from gptexp.sweep.grid import compose_cells
 from gptexp.sweep.space import swept_keys
 
 
@@ -90,6 +94,26 @@ def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypa
     assert command(composed("optim.lr=1,2"))[0] == "train"
     tune.main(["--from", "/a b,c=1.yaml"])
     assert composed(*stood_for[3][1:]).hydra.sweeper["from"] == "/a b,c=1.yaml"
+
+
+def test_the_searches_on_the_pages_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    argvs: list[list[str]] = []
+    monkeypatch.setattr("gptexp.tune.train.main", argvs.append)
+    for page in ("README.md", "gptexp/sweep/README.md"):
+        for line in re.findall(r"^gptexp tune ([^#…\n]+)(?:#.*)?$", (ROOT / page).read_text(), re.MULTILINE):
+            tune.main(shlex.split(line))
+    assert len(argvs) >= 3
+    for argv in argvs:
+        with hydra_engine() as engine:
+            overrides = [text for text in argv if not text.startswith("-")]
+            grid = compose_cells(engine, composition(engine, overrides, None, multirun=True))
+        assert [problem for draft in grid.drafts for problem in draft.problems] == [], argv
+
+
+def test_a_search_of_other_batch_sizes_has_the_same_name() -> None:
+    one, two = (f"batch.total_batch_size={sizes}" for sizes in ("8192", "8192,16384"))
+    assert sweep_name("hydra/sweeper=tune", one) == sweep_name("hydra/sweeper=tune", two)
+    assert sweep_name(one, "optim.lr=1,2") != sweep_name(two, "optim.lr=1,2")
 
 
 @pytest.fixture
