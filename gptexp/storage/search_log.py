@@ -68,7 +68,7 @@ class SearchLog:
             return 0.0
         ends = [event["time"] for event in self.events]
         for event in self.events:
-            if event["event"] == "choose":
+            if event["event"] == "choose" and self.events[-1]["event"] != "stop":  # else the command has ended
                 with suppress(OSError):
                     ends.append((self.path.parent / event["cell"] / run_dir.METRICS).stat().st_mtime)
         return float(start["spent"] + max(0.0, max(ends) - start["time"]))

@@ -22,7 +22,8 @@ def narrowing_chart(arm: Arm, search: SearchHistory) -> Figure | None:
         return None
     without = [f"{batch:,}" for batch in batches if f"{batch:,}" not in {point["size"] for point in points}]
     numbers = sorted({point["number"] for point in points})
-    whole = {"scale": {"nice": False, "zero": False, "padding": 12}, "axis": {"values": numbers, "labelOverlap": True}}
+    axis = {"values": numbers, "labelOverlap": "greedy", "labelSeparation": 4}
+    whole = {"scale": {"nice": False, "zero": False, "padding": 12}, "axis": axis}
     what = "loss at the best learning rate" if search.compares else "best learning rate"
     y = vl.log("width", f"width of the 95% interval, {search.unit}", form=".2~g")
     encoding = {
