@@ -114,6 +114,9 @@ class Search:
             try:
                 return sweeper.sweep(list(cfg.hydra.overrides.task))
             except SystemExit:
+                log = self.folder / "tune.jsonl"
+                lines = log.read_text().splitlines(keepends=True)
+                log.write_text("".join(lines[:-1] if '"stop"' in lines[-1] else lines))  # SIGKILL leaves none
                 return None
 
     def train(self, directory: Path, config: Config) -> int:

@@ -19,7 +19,7 @@ from gptexp.reporting.words.finding import sizes as in_words
 from gptexp.sweep.cells import refuse_illegal
 from gptexp.sweep.grid import Grid, grid_of
 from gptexp.sweep.sweepers import CellSweeper
-from gptexp.sweep.tune import MARGIN, USUAL_RUNS, TuneSweeper, usable
+from gptexp.sweep.tune import MARGIN, REPORT_S, REPORT_SHARE, USUAL_RUNS, TuneSweeper, usable
 
 MANY_RUNS = 8  # of a batch size, if seeds vary much
 ASKED_FROM_S = 3600.0
@@ -57,6 +57,8 @@ def print_search(grid: Grid) -> tuple[int, float | None]:
     """
     sweeper = grid.sweeper
     assert isinstance(sweeper, TuneSweeper)
+    if sweeper.launcher.shares_machine and not grid.on_gpus:
+        os.environ[AT_ONCE] = str(grid.at_once or 1)  # runs at once share the cores
     cells = plan_sweep(grid.drafts)
     refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
     sweeper.check_search([draft.config for draft in grid.drafts if draft.config is not None])
@@ -65,8 +67,6 @@ def print_search(grid: Grid) -> tuple[int, float | None]:
         if cell.plan is not None:
             plans.setdefault(sweeper.arm_of(draft.values), {})[cell.plan.run.batch.total_batch_size] = cell.plan
     if sweeper.launcher.shares_machine:  # else steps here say nothing of runs elsewhere
-        if not grid.on_gpus:
-            os.environ[AT_ONCE] = str(grid.at_once or 1)  # runs at once share the cores
         add_times([planned for at in plans.values() for planned in at.values()])
     for arm, at in plans.items():
         times = {(arm, batch): planned.time.total_s for batch, planned in at.items() if planned.time is not None}
@@ -94,7 +94,7 @@ def _print_plan(
             "tokens": FEWEST_RUNS * sum(each.run.tokens for each in runs),
             "seconds": seconds[1],
         }
-        if budget.amount < (of_all[budget.unit] or 0.0):
+        if usable(budget) < (of_all[budget.unit] or 0.0):
             warn(f"warning: the budget of {budget} ends before each batch size has three runs")
     limit = "no limit; --budget sets one" if budget is None else str(budget)
     if budget is not None and history is not None:
@@ -128,7 +128,8 @@ def _refuse_small(budget: Budget, runs: Sequence[Plan], at_once: int) -> None:
     elif budget.unit == "seconds":
         times = [planned.time.total_s for planned in runs if planned.time is not None]
         needed = MARGIN * makespan([min(times, default=0.0)] * FEWEST_RUNS, at_once)
-    if usable(budget) < needed:
+        needed += min(REPORT_S, needed * REPORT_SHARE / (1 - REPORT_SHARE))  # then `usable` is what three runs need
+    if budget.amount < needed:
         three = replace(budget, amount=needed)
         rule = f"a lowest point needs three runs, {three} here; give more, or shorter runs (train.max_tokens)"
         raise ConfigError(f"budget={budget}: {rule}", "budget-too-small")

@@ -285,7 +285,9 @@ def _fit_micro_batch(config: Config, given: set[str]) -> None:
     quantum, asked = batch.step_sizes.quantum, batch.asked_micro_batch_size
     if "batch.total_batch_size" in given and "batch.micro_batch_size" not in given and tokens > 0 and asked:
         sizes = legal_micro_batches(quantum, tokens, 1) if quantum % tokens == 0 else []
-        batch.micro_batch_size = max((size for size in sizes if size <= asked), default=asked)
+        best = max((size for size in sizes if size <= asked), default=asked)
+        if 2 * best >= asked or best == sizes[0]:  # else steps would be slow, and the rules name better sizes
+            batch.micro_batch_size = best
 
 
 def _is_by_law(cfg: DictConfig) -> bool:

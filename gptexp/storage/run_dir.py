@@ -18,7 +18,6 @@ In the directory of a sweep:
 sweep.json       its cells and their common settings
 .lock-commands   lock that all commands share while they run the sweep
 .lock-choice     lock of the command that chooses the next run of a search
-.lock-choice     lock of the command that chooses the next run of a search
 """
 
 import hashlib

@@ -56,7 +56,7 @@ from gptexp.sweep.space import Axis, Interval
 from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
 _, BATCH, SEED = AXES
-DIGITS, MOST_DIGITS = 3, 6  # significant digits of a new learning rate, and of one that was given
+DIGITS, MOST_DIGITS = 3, 12  # significant digits of a new learning rate, and of one that was given
 USUAL_RUNS = 4  # of a batch size: three bracket most optima, one or two more narrow the interval
 MOST_SEEDS = 1000
 SEARCHABLE = ("model.", "optim.", "schedule.", "scaling.")  # other keys change what a loss means, or nothing
@@ -161,7 +161,11 @@ class TuneSweeper(CellSweeper):
         if self._rates and (len(self._rates) < FEWEST_RUNS or min(self._rates) <= 0):
             rule = f"give {FEWEST_RUNS} values above 0 or more, a range (--range LOW..HIGH), or one value to begin at"
             raise ConfigError(f"{self.key}={','.join(map(repr, self._rates))}: {rule}", "too-few-values")
-        if problems := [problem for end in self.range or () if (problem := field_problem(self.key, field, end))]:
+        if self._rates and self.range is not None:
+            rule = f"{self.key} has a list of values too; give one of them"
+            raise ConfigError(f"range={self.range[0]:g}..{self.range[1]:g}: {rule}", "range-and-list")
+        given = (*(self.range or ()), *self._rates)
+        if problems := [problem for value in given if (problem := field_problem(self.key, field, value))]:
             raise ConfigError(problems)
         if self.key != LR and self.range is None and all(axis.key != self.key for axis in self.space):
             rule = f"where does the search begin? Give a value, {self.key}=…, or --range LOW..HIGH"
@@ -275,6 +279,7 @@ class TuneSweeper(CellSweeper):
             return self.waiting.pop(0) if self.waiting else self._choose()
 
     def _choose(self) -> Cell | None:
+        """Decide on the next run, and log the decision. None if no run helps now."""
         while (choice := self._choice()) is not None:
             arm, step = choice
             trial = step.trial
@@ -437,25 +442,34 @@ class TuneSweeper(CellSweeper):
         return find_runs(self.directory, read)
 
     def _end_range(self, arm: SearchArm, trial: Trial, draft: Draft) -> None:
-        """End the range of an arm before a value that the rules of the key refuse, such as a ratio above 1."""
-        usual = arm.prior.values[trial.batch]
-        legal = [usual, *(run.lr for run in self.runs if run.batch == trial.batch and arm.holds(run, self.key))]
-        nearer = [lr for lr in legal if (lr < trial.lr) == (usual < trial.lr) and lr != trial.lr]
-        if usual == trial.lr or not nearer:
+        """End the range of an arm at the last value before a trial that the rules of the key accept.
+
+        It depends on nothing that was run, so it is the same after a kill.
+        """
+        accepted, refused, seed = arm.prior.values[trial.batch], trial.lr, arm.cells[trial.batch].config.train.seed
+        if self._rates or accepted == refused:
             raise ConfigError(draft.problems)
-        nearest = min(nearer, key=lambda lr: abs(math.log(lr / trial.lr)))
-        half = math.sqrt(nearest * trial.lr)
-        end = half if not 1 / SAME < half / nearest < SAME else nearest
-        arm.low, arm.high = (arm.low, end) if usual < trial.lr else (end, arm.high)
+        factor = 2.0 if refused > accepted else 0.5
+
+        def is_legal(value: float) -> bool:
+            return self._draft(arm, trial.batch, f"{value:.{DIGITS}g}", seed).config is not None
+
+        while abs(math.log(refused / accepted)) > math.log(2) and is_legal(accepted * factor):
+            accepted *= factor
+        refused = accepted * factor
+        while abs(math.log(refused / accepted)) > math.log(SAME):
+            middle = math.sqrt(accepted * refused)
+            accepted, refused = (middle, refused) if is_legal(middle) else (accepted, middle)
+        arm.low, arm.high = (arm.low, accepted) if factor > 1 else (accepted, arm.high)
 
     def _new_draft(self, arm: SearchArm, trial: Trial) -> tuple[Draft, str]:
-        """The cell of a trial, and its learning rate as typed: an earlier one again, or rounded."""
+        """The draft of a trial's cell, and its learning rate as typed: an earlier one again, or rounded."""
         config = arm.cells[trial.batch].config
         runs = [run for run in self.runs if arm.holds(run, self.key)]
         same = [run for run in runs if (run.batch, run.lr) == (trial.batch, trial.lr)]
         scale = lr_scaling(result_deciding(config), trial.batch) if self.key == LR else 1.0
-        is_given = any(math.isclose(trial.lr, lr) for lr in (arm.low, arm.high, searched_value(config, self.key)))
-        digits = MOST_DIGITS if is_given else DIGITS
+        given = (*self._rates, *(self.range or ()), searched_value(config, self.key))
+        digits = MOST_DIGITS if any(math.isclose(trial.lr, value) for value in given) else DIGITS
         typed = repr(same[0].config[LR]) if same else f"{trial.lr / scale:.{digits}g}"
         places = {path: (of.overrides, other.batch, other.lr) for path, (of, other) in self.decided.items()}
         place = arm.overrides, trial.batch, trial.lr
@@ -465,6 +479,7 @@ class TuneSweeper(CellSweeper):
         return self._draft(arm, trial.batch, typed, seed), typed
 
     def _draft(self, arm: SearchArm, batch: int, typed: str, seed: int) -> Draft:
+        """The draft of the cell with this value of the searched key."""
         fixed = [axis.override(axis.among[0]) for axis in self.space if not axis.swept and isinstance(axis.among, list)]
         kept = [text for text in fixed if text.partition("=")[0] not in (BATCH, SEED, self.key)]
         own = [f"{BATCH}={batch}", f"{self.key}={typed}", f"{SEED}={seed}"]
@@ -490,7 +505,7 @@ class TuneSweeper(CellSweeper):
         """What one more run costs, in the unit of the budget."""
         if self.budget is not None and self.budget.unit == "seconds":
             if (seconds := self._seconds(arm, batch)) is None:  # the first run shows it
-                return math.inf if self.decided else 0.0
+                return math.inf if any(of is arm for of, _ in self.decided.values()) else 0.0
             return MARGIN * seconds
         in_tokens = self.budget is not None and self.budget.unit == "tokens"
         return tokens_of(arm.cells[batch].config) if in_tokens else 1

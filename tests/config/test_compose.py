@@ -194,6 +194,7 @@ def test_the_default_models_own_settings_can_be_replaced(
         (["model=nano", "batch.total_batch_size=1k"], 4),  # 4 sequences of 256
         (["model=nano", "batch.total_batch_size=12288"], 8),
         (["model=nano", "batch.total_batch_size=3072"], 6),
+        (["model=nano", "batch.total_batch_size=1280"], 5),
         (["model=nano", "batch.total_batch_size=4k", "world.size=4"], 4),
         (["batch=gpt2", "model=nano", "batch.total_batch_size=2k"], 8),  # the file's is 16
         (["model=nano", "batch.total_batch_size=2k", "batch.micro_batch_size=4"], 4),

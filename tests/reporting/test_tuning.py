@@ -8,6 +8,7 @@ import pytest
 
 from gptexp.reporting.statistics.curves import fit_curves
 from gptexp.reporting.statistics.tuning import (
+    FLAT,
     Goal,
     Search,
     Step,
@@ -16,6 +17,7 @@ from gptexp.reporting.statistics.tuning import (
     most_useful,
     next_law_steps,
     next_steps,
+    regret,
     variance_left,
 )
 
@@ -126,19 +128,30 @@ def test_of_three_batch_sizes_for_a_law_the_order_given_does_not_choose() -> Non
 
 @pytest.mark.e2e
 def test_a_law_counts_a_batch_size_that_a_plateau_bounds() -> None:
-    """Its two losses and a plateau are three learning rates; the verdict is not called narrow, however wide it is."""
+    """Its two losses and a plateau are three learning rates."""
     cells = {batch: {4.0: [3.3], 8.0: [3.0, 3.01], 16.0: [3.5], 32.0: [3.52]} for batch in (1024, 4096, 16384)}
-    prior = dict.fromkeys(cells, 8.0)
-    steps = next_law_steps(fit_curves(cells, {}, SPREAD), [], Goal(0.06, 2), prior, 0.85)
-    assert {step if isinstance(step, str) else "run" for step in steps.values()} <= {"law", "run"}
+    steps = next_law_steps(fit_curves(cells, {}, SPREAD), [], Goal(0.06, 2), dict.fromkeys(cells, 8.0), 0.85)
+    assert all(isinstance(step, Step) and step.why == "narrow" for step in steps.values())
+
+
+@pytest.mark.e2e
+def test_a_wide_interval_that_tells_the_law_little_is_not_called_narrow() -> None:
+    sizes = (1024, 4096, 16384)
+    cells = {b: {2.0**i: [3 + 0.01 * i * i + 0.002 * s for s in range(8)] for i in range(-3, 4)} for b in sizes}
+    steps = next_law_steps(fit_curves(cells, {}, SPREAD), [], Goal(0.06, 9), dict.fromkeys(sizes, 1.0), 0.85)
+    assert set(steps.values()) == {"law"}
 
 
 @pytest.mark.e2e
 def test_losses_that_no_curve_explains_are_not_called_flat() -> None:
-    cells = {0.5: [3.01], 2.0: [3.0, 3.001], 4.0: [3.002], 8.0: [3.003]}
-    curves = fit_curves({BATCH: cells}, {BATCH: [1.0]}, 0.02)
+    cells = {1.0: [3.1], 2.0: [3.0, 3.0001, 3.0002], 4.0: [3.1]}
+    curves = fit_curves({BATCH: cells}, {BATCH: [1.5]}, 0.05)
     assert curves.by_batch[BATCH].status == "jagged"
-    assert Search(curves, BATCH, [], Goal(0.25, 8)).next_step() != "flat"
+    fit = curves.fits[BATCH]
+    assert regret(fit) <= FLAT * fit.sigma
+    step = Search(curves, BATCH, [], Goal(0.25, 8)).next_step()
+    assert isinstance(step, Step)
+    assert step.why == "narrow"
 
 
 @pytest.mark.e2e

@@ -1,11 +1,13 @@
 """`gptexp tune`: which runs it makes, when it stops, and what it keeps, with runs whose loss is a formula."""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from searched import ONE, SIZES, SMALL, Search, fit_one_form, searches_in
+from searched import ONE, SIZES, SMALL, Ended, Search, fit_one_form, searches_in
 
 from gptexp.config.compose import composition, hydra_engine, to_config
 from gptexp.config.schema import Config
@@ -68,12 +70,14 @@ def test_a_search_that_is_killed_makes_the_same_choices(searches: Callable[..., 
 
 
 def test_the_time_between_two_commands_is_not_spent(searches: Callable[..., Search]) -> None:
-    """Also not that before a run which the second one resumes, and whose files are then younger."""
+    """Also not that before a run which the second one resumes, and not in a copy, whose files are younger."""
     search, whole = searches(sigma=0.05), searches(sigma=0.05)
     assert whole.run(SIZES, "hydra.sweeper.budget=10m") == 0
     for _ in range(2):
         assert search.run(SIZES, "hydra.sweeper.budget=10m", killed_after=3) is None
         search.clock.now += 36_000
+        for file in search.folder.glob("*/metrics.jsonl"):
+            os.utime(file, (search.clock.now, search.clock.now))  # as a copy does
     assert search.run(SIZES, "hydra.sweeper.budget=10m") == 0
     assert search.chosen == whole.chosen
     history = search_of(search.folder)
@@ -202,7 +206,7 @@ def test_a_search_begins_at_the_law_of_an_earlier_one(searches: Callable[..., Se
 @pytest.mark.e2e
 def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search]) -> None:
     search = searches()
-    rates = [0.0025, 0.005, 0.01, 0.02, 0.04]
+    rates = [0.0025, 0.005, 0.01, 0.02, 0.0398765]
     assert search.run(ONE, f"optim.lr={','.join(map(str, rates))}", "hydra.sweeper.seeds=2") == 0
     assert {float(typed) for _, typed, *_ in search.chosen} <= {*rates}
     assert {seed for _, _, seed, _ in search.chosen} <= {1337, 1338}
@@ -219,6 +223,8 @@ def test_only_the_given_rates_and_seeds_are_run(searches: Callable[..., Search])
         ("train.seed=1,2", "seeds-in-search"),
         ("optim.weight_decay=interval(0.1,1)", "interval-in-search"),
         ("optim.lr=interval(0.001,0.1)", "interval-in-search"),
+        ("hydra.sweeper.range=0.001..0.1 optim.lr=0.002,0.004,0.008", "range-and-list"),
+        ("hydra.sweeper.key=optim.beta2 optim.beta2=0.5,0.9,1", "out-of-range"),
         ("log.note=a,b", "no-arm"),
         ("batch.micro_batch_size=2,4", "no-arm"),
         ("hydra.sweeper.law=true hydra.sweeper.compare=true optim=adamw,lion", "law-and-compare"),
@@ -310,9 +316,13 @@ def test_a_value_that_the_rules_refuse_ends_the_range(searches: Callable[..., Se
     tried = [float(typed) for _, typed, *_ in search.chosen]
     assert tried[0] == 0.9996  # a value that was given is not rounded
     assert all(value < 1 for value in tried)
-    above = searches(key="optim.beta2", best={4096: 0.95}, diverges=9.0)
-    assert above.run(ONE, "hydra.sweeper.key=optim.beta2", "optim.beta2=0.6", "hydra.sweeper.budget=6runs") == 0
-    assert 0.8 < max(float(typed) for _, typed, *_ in above.chosen) < 1
+    options = ["hydra.sweeper.key=optim.beta2", "optim.beta2=0.6", "hydra.sweeper.budget=6runs"]
+    whole, killed = (searches(key="optim.beta2", best={4096: 0.95}, diverges=9.0) for _ in range(2))
+    assert whole.run(ONE, *options) == 0
+    assert 0.95 < max(float(typed) for _, typed, *_ in whole.chosen) < 1  # close to the end, in one run
+    for _ in range(6):
+        killed.run(ONE, *options, killed_after=1)
+    assert killed.chosen == whole.chosen
 
 
 def test_choices_of_earlier_commands_hold_for_their_own_runs_only(searches: Callable[..., Search]) -> None:
@@ -332,6 +342,30 @@ def test_the_time_of_a_run_is_that_of_its_arm(searches: Callable[..., Search]) -
     begin = search.clock.now
     assert search.run(ONE, "optim=adamw,lion", "hydra.sweeper.budget=2600s") == 0
     assert 2040 <= search.clock.now - begin <= 2600
+
+
+def test_each_arm_begins_where_the_time_of_a_run_is_not_known(
+    searches: Callable[..., Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two places and three arms: a run of another arm says nothing of its time, and does not keep it waiting."""
+    monkeypatch.setattr(Ended, "poll", poll_twice)
+    search = searches(arms={"adamw": 1.0, "lion": 0.125, "nadamw": 1.0}, sigma=0.05)
+    assert search.run(ONE, "optim=adamw,lion,nadamw", "sweep.parallel=2", "hydra.sweeper.budget=20m") == 0
+    counts = Counter(arm for arm, *_ in search.chosen)
+    assert len(counts) == 3
+    assert max(counts.values()) - min(counts.values()) <= 2
+
+
+def poll_twice(ended: Ended) -> int | None:
+    """The code of a process at the second look at it: until then the search goes on with others."""
+    ended.looks = getattr(ended, "looks", 0) + 1  # type: ignore[attr-defined]
+    return ended.code if ended.looks > 1 else None  # type: ignore[attr-defined]
+
+
+def test_a_search_with_one_seed_does_not_know_the_noise(searches: Callable[..., Search]) -> None:
+    search = searches()
+    assert search.run(ONE, "hydra.sweeper.seeds=1") == 0
+    assert ["noise unknown" in answer.badges for answer in search.answers] == [True]
 
 
 def test_a_search_for_another_key_goes_on_by_its_own_command(searches: Callable[..., Search]) -> None:

@@ -16,7 +16,7 @@ STOPPED = {  # why no further run is made -> in words
     "flat": "flat: any will do",
     "exhausted": "no run would help",
     "budget": "budget spent",
-    "law": "its law is known",
+    "law": "by the law",
     "decided": "the arms' difference is known",
     "failed": "a run failed",
 }

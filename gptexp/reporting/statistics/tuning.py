@@ -81,7 +81,7 @@ class Goal:
 
     def nearest(self, batch: int, lr: float, is_wanted: Callable[[float], bool] = lambda _: True) -> float:
         """The learning rate nearest to `lr` that may be run; of a list, one that `is_wanted`, if there is one."""
-        rates = self.rates.get(batch, ())
+        rates = self.rates.get(batch, ())  # all within the range
         wanted = [rate for rate in rates if is_wanted(rate)] or rates
         return min(wanted, key=lambda rate: abs(math.log(rate / lr)), default=min(max(lr, self.low), self.high))
 
@@ -153,7 +153,7 @@ class Search:
         is_below = any(lr < best for lr in running) or slopes.get(min(means, default=best), 0.0) > FLATTER * steepest
         is_below |= sum(lr < best for lr in rising) >= FEWEST
         sides = (self.tried[-1], OCTAVE, is_above), (self.tried[0], 1 / OCTAVE, is_below)
-        # First the side on which fewer were tried, because a plateau on one side must not take all that may be tried.
+        # First the side whose end is nearer, because a plateau on one side must not take all that may be tried.
         for end, factor, is_closed in sorted(sides, key=lambda side: round(abs(math.log2(side[0] / best)), 3)):
             if not is_closed and (lr := self._beyond(end, factor)) is not None:
                 return lr

@@ -75,7 +75,8 @@ def answers_of(
         label = printable(arm.label)
         for batch, curve in arm.curves.by_batch.items() if arm.is_grid or are_swept else ():
             stopped = "" if search is None else search.stop_of({run.name for run in arm.runs}, batch)
-            noise_is_known = curve.noise_is_known or stopped == "narrow"  # a search takes it from other batch sizes
+            # A search takes the noise from other batch sizes, if seeds have measured it there.
+            noise_is_known = curve.noise_is_known or (stopped == "narrow" and arm.curves.noise_is_known)
             status, wanted = _status(curve, within, noise_is_known), _proposed(arm, batch, further)
             if not wanted and not noise_is_known:
                 wanted = "a second seed"
