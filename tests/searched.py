@@ -90,13 +90,16 @@ class Search:
     surface: Surface
     clock: Clock
 
-    def run(self, *overrides: str, killed_after: int | None = None) -> int | None:
-        """Run the command; None if it was killed after so many runs of its own."""
+    def run(self, *overrides: str, killed_after: int | None = None, lost_s: float | None = None) -> int | None:
+        """Run the command; None if it was killed after so many runs of its own, `lost_s` into the next one."""
         ran = 0
 
         def start(cell: Cell, gpus: Sequence[str], at_once: int) -> Ended:
             nonlocal ran
             if ran == killed_after:
+                if lost_s is not None:
+                    self.clock.now += lost_s
+                    (cell.directory / run_dir.METRICS).write_text(json.dumps({"time": self.clock.now}) + '\n{"eve')
                 raise SystemExit(9)  # nothing catches it before the locks are released
             ran += 1
             return Ended(self.train(cell.directory, cell.config))

@@ -129,7 +129,11 @@ def test_training_continues_without_a_wandb_that_hangs_at_its_start(
     monkeypatch.setattr("gptexp.loggers.wandb.INIT_TIMEOUT_S", 60)
     monkeypatch.setattr("gptexp.loggers.wandb.FINISH_TIMEOUT_S", 0.0)
     monkeypatch.setattr("gptexp.loggers.wandb.SPARE_S", 0.2)
-    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)  # does not wait for `_init`
+    late = threading.Timer(30, release.set)
+    late.start()
+    sink = build_wandb(LogConfig(wandb=WandbConfig(mode="offline")), tmp_path, {}, None)
+    assert not release.is_set(), "it has waited for `_init`"
+    late.cancel()
     assert sink is not None
     sink.write({"event": "step", "tokens": 1})
     sink.close({"status": "completed"}, 0)
