@@ -239,7 +239,7 @@ def test_the_compiler_gets_no_path_that_its_command_line_splits(
     assert [line.partition("=")[0] for line in lines] == ([variable] if is_folder else [])
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler; apt-get install g++")
 def test_a_run_compiles_whatever_the_user_and_the_folders_are_called(
     start: Callable[..., subprocess.Popen[str]], tiny: list[str], tmp_path: Path

@@ -39,7 +39,7 @@ def unharmed(found: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_survives_fifteen_kills_at_changing_world_sizes(tmp_path: Path) -> None:
     found = survive(tmp_path, "kills", "--kills", 15, "--steps", 100, "--world-sizes", 1, 2)
     assert unharmed(found), found

@@ -131,7 +131,7 @@ def test_a_marker_of_another_machine_counts_while_it_is_renewed(marker: Path) ->
     assert not is_taken(lock)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_without_flock_runs_and_sweeps_are_seen_and_protected(
     start: Start, sabotage: Sabotage, long_run: list[str], tiny: list[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import BYTES, events, processes_of, runs, summary, wait_for
+from conftest import BYTES, e2e_then_slow, events, processes_of, runs, summary, wait_for
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
@@ -278,9 +278,8 @@ def preloaded_of(sweep: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(sweep.pid).children() if "gptexp.run.preloaded" in child.cmdline()]
 
 
-@pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="cells are forked on Linux only")
-@pytest.mark.parametrize("victim", ["sweep", "preloaded"])
+@pytest.mark.parametrize("victim", e2e_then_slow(["sweep", "preloaded"]))
 def test_after_sigkill_of_a_sweep_or_of_what_forks_its_cells_nothing_is_lost(
     start: Start, gptexp: Gptexp, tiny: list[str], tmp_path: Path, victim: str
 ) -> None:

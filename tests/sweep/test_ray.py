@@ -123,7 +123,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
     assert results(cells) == results(tmp_path / "outputs" / "here")
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 @needs_ray
 def test_a_sweep_follows_a_growing_cluster_and_survives_its_command(
     ray_nodes: Nodes, start: Start, tiny: list[str], tmp_path: Path
