@@ -151,6 +151,7 @@ def test_an_optimum_close_to_divergence_is_bracketed_by_it(searches: Callable[..
     assert search.run(ONE) == 0
     [answer] = search.answers
     assert answer.stopped in ("narrow", "flat", "exhausted")
+    assert (answer.stopped == "exhausted") == answer.wanted.endswith("training diverges above")
     assert abs(search.off(answer)) <= 0.5
 
 

@@ -90,6 +90,8 @@ def answers_of(
             if stopped == "budget" and not wanted:
                 wanted = "gptexp tune … with a larger --budget"
             wanted = WANTED.get(stopped, wanted)
+            if stopped == "exhausted" and any(lr > curve.best for lr in arm.diverged.get(batch, ())):
+                wanted += ": training diverges above"
             row = Answer(label, batch, status, wanted, **optimum, why=curve.why, lowest_lr=curve.best, stopped=stopped)
             rows.append(row)
         rows += _by_law(arm, label, search) if search is not None else []
