@@ -143,8 +143,8 @@ class Search:
         means = self.curves.plain_means.get(self.batch, {})
         best = self.curves.lowest_rate(self.batch) if means else self.running[0].lr
         # A loss that seeds may have raised shows no rise: the lowest one may lie in a dip of a plateau. So it may if
-        # the lowest learning rate has a loss that rises much less, for each octave, than that of a nearer one; but if
-        # three are worse for sure, it is the loss of what does not train at all.
+        # the loss rises, down to the lowest learning rate, much less for each octave than down to a nearer one. But if
+        # three are worse for sure, the lowest learning rates hardly train, and the loss rises no further.
         rising = self.curves.worse_rates(self.batch) if means and self._noise_is_known else list(means)
         slopes = {lr: (mean - means[best]) / math.log2(best / lr) for lr, mean in means.items() if lr < best}
         steepest = max((slopes[lr] for lr in rising if lr < best), default=math.inf)
@@ -323,7 +323,7 @@ def decided_sizes(arms: Sequence[Curves]) -> set[int]:
     """The batch sizes at which the losses of arms, each at its own best learning rate, are known to differ, or not.
 
     They differ if the 95% interval of the difference to the lowest arm does not hold 0. They do not if it lies within
-    one seed's standard deviation of 0.
+    one seed's standard deviation of 0. As this is asked after each run, the interval is widened (`EARLY`).
     """
     decided = set()
     for batch in set.intersection(*({*curves.optima} for curves in arms)):
@@ -332,8 +332,8 @@ def decided_sizes(arms: Sequence[Curves]) -> set[int]:
         lowest = min(losses, key=lambda draws: float(np.median(draws)))
         level = 1 - LEVEL / math.comb(len(arms), 2)  # the lowest was chosen
         gaps = [interval(independent_difference(draws, lowest), level) for draws in losses if draws is not lowest]
-        places = [((low + high) / 2, (high - low) / 2 / EARLY) for low, high in gaps]  # middle, half of the width
-        if all(abs(middle) > half or abs(middle) + half <= sigma for middle, half in places):
+        wider = [((low + high) / 2, (high - low) / 2 / EARLY) for low, high in gaps]  # middle, half of the width
+        if all(abs(middle) > half or abs(middle) + half <= sigma for middle, half in wider):
             decided.add(batch)
     return decided
 
