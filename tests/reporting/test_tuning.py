@@ -93,7 +93,8 @@ def test_a_loss_far_below_that_rises_less_than_half_as_steeply_as_a_nearer_one_c
     assert next_lr(dip | {2.0: 2.96}) is None  # 0.053
     assert next_lr(dip | {2.0: 2.94}, running=(1.0,)) is None
     assert next_lr({8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None
-    assert next_lr({2.0: 3.02, 4.0: 3.01, 8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None  # there nothing trains
+    assert next_lr({2.0: 3.02, 4.0: 3.01, 8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None
+    assert next_lr({2.0: 2.92, 4.0: 2.91, 8.0: 2.9, 16.0: 2.8, 32.0: 3.2}) is None  # there nothing trains
 
 
 def test_of_two_open_sides_the_one_with_fewer_learning_rates_is_next() -> None:

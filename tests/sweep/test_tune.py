@@ -155,6 +155,14 @@ def test_an_optimum_close_to_divergence_is_bracketed_by_it(searches: Callable[..
     assert abs(search.off(answer)) <= 0.5
 
 
+def test_a_search_that_no_run_would_help_says_that_training_diverges_above(searches: Callable[..., Search]) -> None:
+    search = searches(diverges=0.4, best={4096: 0.01})
+    assert search.run(ONE, "optim.lr=0.0025,0.005,0.01,0.02", "hydra.sweeper.seeds=1", "hydra.sweeper.within=0.06") == 0
+    [answer] = search.answers
+    assert answer.stopped == "exhausted"
+    assert answer.wanted.endswith("training diverges above")
+
+
 @pytest.mark.e2e
 def test_a_run_that_fails_ends_the_search_at_its_batch_size_only(searches: Callable[..., Search]) -> None:
     search = searches(fails=lambda config: config.batch.total_batch_size == 8192)
