@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pytest
+from pages import leave_out_pictures
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -198,7 +199,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports whose PNGs are empty; drawing them takes most of the time."""
-    monkeypatch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
+    leave_out_pictures(monkeypatch)
 
 
 @pytest.fixture(scope="session")

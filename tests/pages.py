@@ -24,6 +24,12 @@ def _missing() -> str:
 needs_chromium = pytest.mark.skipif(bool(_missing()), reason=_missing() or "never skipped")
 
 
+def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Let reports have empty PNGs; drawing them takes most of the time."""
+    patch.setattr("gptexp.reporting.charts.pictures.Drawing.__init__", lambda self, at_once=1: None)
+    patch.setattr("gptexp.reporting.charts.pictures.Drawing.pngs", lambda self, specs: [b""] * len(specs))
+
+
 def violations(page: "Page") -> list[str]:
     """The rules of axe that the page violates, each with the first element that does."""
     import axe_core_python

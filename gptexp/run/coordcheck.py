@@ -28,7 +28,7 @@ from gptexp.process.errors import EXIT_FAILED
 from gptexp.process.fields import AUTO
 from gptexp.process.versions import git_commit, versions
 from gptexp.reporting.charts.coordinates import LIMITS, Coordinates, picture
-from gptexp.reporting.charts.pictures import pngs
+from gptexp.reporting.charts.pictures import Drawing
 from gptexp.storage import run_dir
 from gptexp.storage.init_from import choose_vocab_size
 from gptexp.training.optimizer import build_optimizer
@@ -45,7 +45,7 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
     coordinates = measure(config, models, seeds)
     with run_dir.storage(out):
         out.mkdir(parents=True, exist_ok=True)
-        images = pngs([picture(coordinates)])
+        images = Drawing(at_once=1).pngs([picture(coordinates)])
         for image in images:
             (out / PICTURE).write_bytes(image)
     result = {

@@ -32,7 +32,7 @@ from gptexp.model.parametrisation import describe
 from gptexp.process.errors import DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration
-from gptexp.reporting.charts.pictures import pngs
+from gptexp.reporting.charts.pictures import Drawing
 from gptexp.reporting.listings.records import Run
 from gptexp.reporting.page.overview import as_started
 from gptexp.reporting.page.report import build_report
@@ -54,11 +54,11 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False, step: 
     """
     loaded = load_checkpointed(directory, averaged, step)
     tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
-    report = build_report(directory)
+    drawing, report = Drawing(at_once=1), build_report(directory)
     [run] = report.analysis.runs
     if run.problem:
         warn(run.problem)
-    curve = pngs([figure.spec for figure in report.figures if figure.key == "loss"])
+    curve = drawing.pngs([figure.spec for figure in report.figures if figure.key == "loss"])
     card = model_card(name, loaded, run, tokenizer, CURVE if curve else None)
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)

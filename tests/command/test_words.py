@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import leave_out_pictures
 from real_runs import train_here
 from sweeps import TOKENS, write_run
 
@@ -15,7 +16,7 @@ from gptexp.storage import run_dir
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of a report's time, and are made of the words of its page."""
-    monkeypatch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
+    leave_out_pictures(monkeypatch)
 
 
 # One of everything that a config counts.

@@ -1,21 +1,34 @@
 """The specifications of figures, without a browser."""
 
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
+import vl_convert
+from PIL import Image
 from sweeps import TOKENS, write_run, write_sweep
 
-from gptexp.reporting.charts.vega_lite import Figure, apart
+from gptexp.reporting.charts.line_charts import Lines, line_charts
+from gptexp.reporting.charts.pictures import VEGA_LITE, _with_shared_clips
+from gptexp.reporting.charts.vega_lite import Figure, apart, theme
+from gptexp.reporting.listings.records import Point, find_runs
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
 
 def figures_of(directory: Path) -> dict[str, Figure]:
     return {figure.key: figure for figure in build_report(directory).figures}
+
+
+def pixels(image: bytes) -> np.ndarray:
+    return np.array(Image.open(BytesIO(image)).convert("RGB"), int)
 
 
 def write_losses(root: Path, losses: dict[float, float]) -> Path:
@@ -126,3 +139,28 @@ def test_the_answer_is_marked_on_the_curves(tmp_path: Path) -> None:
             shutil.rmtree(run)
     lr, label = marked()
     assert label == f"lowest: {lr:.3g}"
+
+
+def test_lines_that_are_clipped_together_look_as_if_clipped_alone(tmp_path: Path) -> None:
+    """Vega clips each line alone. Half of the lines leave the chart at its top."""
+    spec = figures_of(write_sweep(tmp_path))["loss"].spec | {"width": 400, "config": theme("light")}
+    drawing = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
+    together = _with_shared_clips(drawing)
+    assert drawing.count("clip-path=") > 30
+    assert together.count("clip-path=") < 4
+    [alone, shared, unclipped] = [
+        pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, together, re.sub("clip-path=", "no-clip=", drawing))
+    ]
+    assert abs(alone - shared).max() < 16  # of 255, where two lines cross the border in one pixel
+    assert abs(alone - unclipped).max() > 100
+
+
+@pytest.mark.parametrize(("count", "kept"), [(2, 64), (2000, 8)])
+def test_a_chart_of_many_runs_has_some_points_of_each_and_its_end(tmp_path: Path, count: int, kept: int) -> None:
+    write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
+    [run] = find_runs(tmp_path / "run")
+    run = replace(run, val=[Point(step, step, 1.0, 1.0) for step in range(1, 1002)])
+    losses, *_ = line_charts(Lines([replace(run, name=f"{number}") for number in range(count)]))
+    steps = [point["steps"] for point in losses.spec["data"]["values"] if point["run"] == "1"]
+    assert kept <= len(steps) <= 2 * kept
+    assert max(steps) == 1001

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pages import leave_out_pictures
 from sweeps import report_of, write_run
 
 from gptexp.config.scaling import scaled_optim
@@ -18,7 +19,7 @@ from gptexp.config.schema import ScalingConfig
 from gptexp.optim import AdamWConfig
 from gptexp.process.errors import ConfigError
 from gptexp.report import main
-from gptexp.reporting.charts.pictures import bundle, pngs
+from gptexp.reporting.charts.pictures import Drawing, bundle
 from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.listings.table import COLUMNS, informative, values
 from gptexp.reporting.listings.terminal_table import texts_of
@@ -36,7 +37,7 @@ def reported(swept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep with its report, but with empty PNGs, which cost most of the time; tests must not write into it."""
     root = shutil.copytree(swept, tmp_path_factory.mktemp("reported") / "root")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
+        leave_out_pictures(patch)
         write_report(root)
     return root
 
@@ -154,7 +155,7 @@ def test_a_process_that_gptexp_starts_imports_nothing_from_the_current_folder(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
-    [image] = pngs([{"mark": "point", "data": {"values": []}}])
+    [image] = Drawing(at_once=1).pngs([{"mark": "point", "data": {"values": []}}])
     assert image.startswith(b"\x89PNG")
     resumed = subprocess.run(resume_command(tmp_path), capture_output=True, text=True)
     assert "imported" not in resumed.stderr
@@ -172,7 +173,7 @@ def test_a_process_of_pictures_that_fails_costs_a_line(
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr("gptexp.reporting.charts.pictures.user_cache_dir", lambda: tmp_path / "cache")
-    assert pngs([{"mark": "point"}]) == []
+    assert Drawing(at_once=1).pngs([{"mark": "point"}]) == []
     assert bundle() == ""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pages import needs_chromium, violations
+from pages import leave_out_pictures, needs_chromium, violations
 from searched import ONE, SIZES, Search, fit_one_form, searches_in
 
 from gptexp import tune
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Search]]:
     with pytest.MonkeyPatch.context() as patch:
         fit_one_form(patch)
-        patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
+        leave_out_pictures(patch)
         yield searches_in(tmp_path_factory.mktemp("searches"), patch)
 
 

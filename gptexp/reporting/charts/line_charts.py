@@ -262,7 +262,7 @@ def _loss_points(lines: Lines, run: Run, kind: str) -> list[Spec]:
     return [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
          "dot": dot, "settled": counts and p.tokens > run.warmup_tokens, **_run_fields(lines, run, p)}
-        for (p, loss), mean in (_thinned(lines, smoothed) if kind == "training" else smoothed)
+        for (p, loss), mean in _thinned(lines, smoothed)
     ]  # fmt: skip
 
 
@@ -384,10 +384,10 @@ def _sharpness(lines: Lines) -> Iterator[Figure]:
 
 
 def _thinned(lines: Lines, points: Sequence[T]) -> Sequence[T]:
-    """The points of a run that the chart shows."""
+    """The points of a run that the chart shows, with the last one."""
     kept = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
     stride = 1 if lines.in_detail else max(1, len(points) // kept)
-    return points[stride - 1 :: stride]
+    return points[(len(points) - 1) % stride :: stride]
 
 
 def _values(lines: Lines, value_of: Callable[[Step], float | None], running: float = 0.0) -> list[Spec]:

@@ -6,6 +6,7 @@ means. These five work on plain numbers; `analysis` applies them to the runs. `a
 """
 
 import csv
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.text import Text
 from gptexp.process.errors import first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, listed
-from gptexp.reporting.charts.pictures import bundle, pngs
+from gptexp.reporting.charts.pictures import Drawing, bundle
 from gptexp.reporting.listings.table import informative, values
 from gptexp.reporting.listings.terminal_table import PIPE_WIDTH, print_table, texts_of
 from gptexp.reporting.page.page import report_page
@@ -39,28 +40,35 @@ PAGE, NUMBERS, TABLE, PICTURES = "report.html", "report.json", "cells.csv", "pic
 
 
 def write_report(
-    directory: Path, behind_nats: float = BEHIND_NATS, within: float | None = None
+    directory: Path,
+    behind_nats: float = BEHIND_NATS,
+    within: float | None = None,
+    drawing: Drawing | None = None,
 ) -> tuple[Report, list[Path]]:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`.
+    Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`; `drawing` is
+    one that has started already.
     """
+    drawing = drawing or Drawing()
     report = build_report(directory, behind_nats=behind_nats, within=within)
     with run_dir.storage(directory):
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links, but what a report writes may not
             run_dir.refuse_link(directory / name)
         run_dir.refuse_links(directory / PICTURES)
-    run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
-    run_dir.write_json(directory / NUMBERS, numbers(report))
-    rows = values(report.analysis.runs, report.analysis.differing)
-    with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    with ThreadPoolExecutor(1) as thread:
+        images = thread.submit(drawing.pngs, [figure.spec for figure in report.figures])
+        run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
+        run_dir.write_json(directory / NUMBERS, numbers(report))
+        rows = values(report.analysis.runs, report.analysis.differing)
+        with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
+            table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
     files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
     with run_dir.storage(directory / PICTURES):
         (directory / PICTURES).mkdir(exist_ok=True)
-    for figure, image in zip(report.figures, pngs([figure.spec for figure in report.figures]), strict=False):
+    for figure, image in zip(report.figures, images.result(), strict=False):
         files.append(directory / PICTURES / f"{figure.key}.png")
         with run_dir.storage(files[-1]), run_dir.atomic(files[-1], "wb") as file:
             file.write(image)
