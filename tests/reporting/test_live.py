@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Start = Callable[..., subprocess.Popen[str]]
 
 LOSS = "views.get('plot-loss').view"
-POINTS = "PAGE.figures.find(figure => figure.key === 'loss')?.spec.data.values"
+POINTS = "unpacked(PAGE.figures.find(figure => figure.key === 'loss')?.spec.data.values)"
 LAST = f"Math.max(...({POINTS} ?? []).map(point => point.tokens))"
 SETTLED = "drawn.then(() => null)"
 

@@ -5,14 +5,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from conftest import e2e_then_slow
-from pages import needs_chromium, violations
+from pages import leave_out_pictures, needs_chromium, violations
 from sweeps import write_run, write_sweep
 
 from gptexp.reporting.charts import vega_lite
+from gptexp.reporting.page.report import build_report
 from gptexp.reporting.page.write import write_report
 from gptexp.storage import run_dir
 
@@ -38,7 +39,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root / run_dir.SWEEP, {"name": "sweep", "overrides": ["model=nano"], "cells": cells, "commands": [command]}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gptexp.reporting.page.write.pngs", lambda specs: [b""] * len(specs))
+        leave_out_pictures(patch)
         write_report(root)
     return root / "report.html"
 
@@ -108,6 +109,21 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
     for (left, right, top, bottom), other in combinations(texts, 2):  # no two texts touch
         assert right < other[0] or other[1] < left or bottom <= other[2] or other[3] <= top
     context.close()
+
+
+def test_the_points_of_a_figure_reach_the_browser_with_seven_digits(opened: Open, report: Path) -> None:
+    """The page holds them as columns."""
+
+    def rounded(spec: Any) -> Any:
+        if isinstance(spec, dict):
+            return {key: rounded(value) for key, value in spec.items() if value is not None}
+        return (
+            [*map(rounded, spec)] if isinstance(spec, list) else float(f"{spec:.7g}") if type(spec) is float else spec
+        )
+
+    expected = [figure.spec for figure in build_report(report.parent).figures]
+    drawn = opened(report).evaluate("PAGE.figures.map(figure => unpacked(figure.spec))")
+    assert rounded(drawn) == rounded(json.loads(json.dumps(run_dir.finite(expected))))
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -10,11 +10,12 @@ from pathlib import Path
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted, size_shown
-from gptexp.reporting.listings.listing import COLUMNS, STATUSES, Read, Row, list_runs, newest_value, ordered
+from gptexp.reporting.listings.listing import COLUMNS, STATUSES, Read, Row, list_runs, ordered
 from gptexp.reporting.listings.terminal_table import Column
 from gptexp.reporting.page.overview import Tile, link_to
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import cells
+from gptexp.storage.metrics_file import newest
 
 TOKENS = re.compile(rb'"tokens": (\d{1,18})[,}]')
 KEYS = ("name", "started", "model", "lr", "total_batch_size", "val_loss", "status", "cells", "size_bytes", "tags")
@@ -84,5 +85,6 @@ def _share(row: Row) -> float | None:
 def _share_of_run(directory: Path) -> float | None:
     with suppress(ConfigError):
         _, of_tokens = run_dir.load_config(directory).run_length
-        return min(1.0, (newest_value(directory / run_dir.METRICS, TOKENS) or 0.0) / of_tokens)
+        last = newest(directory / run_dir.METRICS, TOKENS)
+        return min(1.0, int(last[1]) / of_tokens) if last is not None else 0.0
     return None

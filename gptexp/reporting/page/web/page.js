@@ -18,10 +18,24 @@ function patched(value, patch) {
   return result;
 }
 
+/** Undo `_packed` of page.py: columns of values become points. */
+function unpacked(value) {
+  if (Array.isArray(value)) return value.map(unpacked);
+  if (!(value instanceof Object)) return value;
+  if (!value.columns || value.length === undefined)
+    return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, unpacked(inner)]));
+  const points = Array.from({length: value.length}, () => ({}));
+  for (const [name, column] of Object.entries(value.columns)) {
+    const values = column.repeats?.flatMap(([repeated, count]) => Array(count).fill(repeated)) ?? column;
+    points.forEach((point, number) => point[name] = values[number]);
+  }
+  return points;
+}
+
 /** A figure's specification as the reader has chosen it; `choices`: the option of each of its controls. */
 function specOf({spec, controls, on_a_phone}, choices) {
   const patches = controls.map(({options}, number) => options[choices[number]] ?? {});
-  const drawn = patched(patches.reduce(patched, spec), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
+  const drawn = patched(patches.reduce(patched, unpacked(spec)), {config: PAGE.themes[DARK.matches ? "dark" : "light"]});
   if (!NARROW.matches) return drawn;
   const layer = drawn.layer?.filter(({name}) => name !== PAGE.end_labels);
   const narrow = {padding: 5, config: {legend: {columns: 2, layout: {bottom: {direction: "vertical"}}}}, ...layer && {layer}};
@@ -92,7 +106,8 @@ function showOrder() {
   const head = document.querySelector(".sortable th[aria-sort]");
   if (!head) return;
   const table = head.closest("table"), sign = head.ariaSort === "ascending" ? 1 : -1;
-  const value = body => body.rows[0].cells[head.cellIndex].dataset.value;
+  const cell = body => body.rows[0].cells[head.cellIndex];
+  const value = body => cell(body).dataset.value ?? cell(body).textContent.trim();
   const compare = (one, other) => isNaN(one) || isNaN(other) ? one.localeCompare(other) : one - other;
   const order = [...table.tBodies].sort((one, other) =>
     (value(one) === "") - (value(other) === "") || sign * compare(value(one), value(other)));
