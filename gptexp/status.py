@@ -8,7 +8,7 @@ from pathlib import Path
 from gptexp.command.arguments import Parser
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.listings.progress import in_all, is_going_on, lines_of, ready_in, survey
-from gptexp.reporting.listings.records import read_run
+from gptexp.reporting.listings.records import read_end
 from gptexp.reporting.listings.search_progress import search_progress
 from gptexp.storage.run_dir import require_directory
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse_args(argv)
     require_directory(args.directory, "a sweep or a run")
-    read = cache(read_run)
+    read = cache(read_end)
     cells, search = survey(args.directory, read), search_progress(args.directory, read)
     if args.json:
         of_search = {"search": search.as_json()} if search is not None else {}

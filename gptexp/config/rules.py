@@ -79,7 +79,7 @@ def saved_problems(cfg: Config) -> list[Problem]:
 
 def _broken(rules: Collection[Rule], cfg: Config, world_size: int, invalid: Collection[str]) -> list[Problem]:
     """The problems that `rules` find in `cfg`. A rule stops where it reads an invalid key."""
-    guarded, lines = _guarded(cfg, invalid), list[Problem]()
+    guarded, lines = _guarded(cfg, invalid) if invalid else cfg, list[Problem]()
     for rule in rules:
         try:
             for problem in rule(guarded, world_size):

@@ -414,12 +414,17 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 
 
 def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
+    for name, f in _fields(type(config)).items():  # type: ignore[arg-type]  # mypy: a type has no hash
+        value = getattr(config, name)
         if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{f.name}.")
+            yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{f.name}", f, value, type(config)
+            yield f"{prefix}{name}", f, value, type(config)
+
+
+@cache
+def _fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(cls)}
 
 
 def every_key() -> Iterator[tuple[str, dataclasses.Field[Any], Any, type]]:
@@ -476,7 +481,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     """Rebuild a `cls` from the result of `to_dict`. Raises `ValueError` for an unknown key or a wrong type."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = _fields(cls)  # type: ignore[arg-type]
     if not isinstance(values, dict):
         raise ValueError(f"a saved {cls.__name__} must be a mapping of keys to values, not {shown(values)}")
     if unknown := sorted(values.keys() - fields.keys()):
@@ -525,11 +530,15 @@ def fits_type(value: Any, annotation: Any) -> bool:
     """Whether `value` has the type in a field's `annotation`. An int is accepted for a float."""
     if annotation is Any:
         return True
+    kinds = _classes(annotation)
+    return bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
+
+
+@cache
+def _classes(annotation: Any) -> tuple[type, ...]:
     kinds = getattr(annotation, "__args__", ()) if isinstance(annotation, UnionType) else (annotation,)
     kinds = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+    return (*kinds, int) if float in kinds else kinds
 
 
 def result_deciding(config: Config) -> dict[str, Any]:

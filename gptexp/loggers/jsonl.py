@@ -13,7 +13,7 @@ from gptexp.process.errors import StorageError
 from gptexp.process.terminal import as_command, warn
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.missing_steps import described, missing_steps
-from gptexp.storage.reader import open_text, parse_json
+from gptexp.storage.reader import open_bytes, parse_line
 from gptexp.storage.run_dir import METRICS as METRICS_FILE
 from gptexp.storage.run_dir import atomic, finite, storage
 
@@ -64,10 +64,10 @@ class JsonlSink(Sink):
     def _open(self, state: TrainState) -> None:
         """Open the file for further lines."""
         if self._path.exists():
-            with storage(self._path), atomic(self._path) as kept, open_text(self._path, "replace") as lines:
+            with storage(self._path), atomic(self._path, "wb") as kept, open_bytes(self._path) as lines:
                 for line in lines:
                     try:
-                        event = parse_json(line)
+                        event = parse_line(line)
                     except ValueError:  # the partial last line of a killed process
                         continue
                     if isinstance(event, dict) and _is_before(event, state):

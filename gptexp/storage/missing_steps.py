@@ -1,6 +1,7 @@
 """Steps without a line in metrics.jsonl, because somebody cut, edited or deleted the file."""
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 from gptexp.process.words import counted
 
@@ -15,12 +16,13 @@ def missing_steps(logged: Sequence[int], end: int, log_every: int, first: int = 
     due = -(-first // log_every) * log_every  # the first logged step; a branch may begin between two logged steps
     if not logged:
         return [range(first, end)] if end > due else []
-    distances = [after - before for before, after in zip(logged, [*logged[1:], end], strict=True)]
+    distances = [after - before for before, after in pairwise(chain(logged, [end]))]
     lead = max(due - first, distances[0] - 1 if first else 0)
     gaps = [range(first, logged[0])] if logged[0] - first > lead else []
-    for number, distance in enumerate(distances):
-        neighbours = (*distances[max(0, number - 1) : number], *distances[number + 1 : number + 2])
-        if distance > max(log_every, *neighbours, 1):
+    regular = max(log_every, 1)
+    for number in [number for number, distance in enumerate(distances) if distance > regular]:
+        distance, neighbours = distances[number], distances[max(0, number - 1) : number + 2]
+        if neighbours.count(distance) == 1 and distance == max(neighbours):
             gaps.append(range(logged[number] + 1, logged[number] + distance))
     return gaps
 

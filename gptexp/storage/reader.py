@@ -5,22 +5,27 @@ aliases are rejected.
 """
 
 import errno
+import io
 import json
 import math
 import os
+import re
 import stat
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, BinaryIO, NoReturn, TextIO
 
+import orjson
 import yaml
 from yaml.composer import Composer
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
+TOP_LEVEL = re.compile(r"(?<=\n)(?=[a-z_]+:)")  # between two sections of a saved config
 INTEGER_LIMIT = 2**64  # exclusive limit of the absolute value: fingerprints have 64 bits
 
 
-def open_text(path: Path, errors: str = "strict") -> TextIO:
-    """Open a regular file of text in UTF-8; `errors` is as for `open`. Raises `OSError`."""
+def open_bytes(path: Path) -> BinaryIO:
+    """Open a regular file. Raises `OSError`."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -31,7 +36,12 @@ def open_text(path: Path, errors: str = "strict") -> TextIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file")
-    return os.fdopen(handle, encoding="utf-8", errors=errors)
+    return os.fdopen(handle, "rb")
+
+
+def open_text(path: Path, errors: str = "strict") -> TextIO:
+    """Open a regular file of text in UTF-8; `errors` is as for `open`. Raises `OSError`."""
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8", errors=errors)
 
 
 def read_text(path: Path) -> str:
@@ -55,6 +65,14 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def parse_line(line: bytes) -> Any:
+    """`parse_json` for the lines of a long file, six times as fast. A number beyond 64 bits becomes a float."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # also for the escape of a byte that is not UTF-8, which a path may have
+        return parse_json(line.decode(errors="replace"))
+
+
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -72,7 +90,6 @@ def _bounded(text: str) -> int:
     return value
 
 
-# Built once: `json.loads` would build it in each call, which takes a quarter of the time to read a line of metrics.
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, parse_int=_bounded)
 
 
@@ -80,13 +97,35 @@ def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file as plain data. Raises `OSError` or `ValueError`."""
     text = read_text(path)
     try:
-        if "\\u" in text.lower():  # libyaml refuses the escape of a byte that is not UTF-8, which a path may have
-            return yaml.load(text, _PlainLoader)
-        return yaml.load(text, _FastLoader)
+        parts = [_copied(_section(section)) for section in TOP_LEVEL.split(text)]
+        if all(isinstance(part, dict) for part in parts):
+            return {key: value for part in parts for key, value in part.items()}
+    except (yaml.YAMLError, RecursionError):  # the whole text may have a value that goes on at the begin of a line
+        pass
+    try:
+        return _load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+@lru_cache(maxsize=4096)
+def _section(text: str) -> Any:
+    """The value of a part of a YAML file. The configs of a sweep's runs have most sections in common."""
+    return _load_yaml(text)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [*map(_copied, value)] if isinstance(value, list) else value
+
+
+def _load_yaml(text: str) -> Any:
+    if "\\u" in text.lower():  # libyaml refuses the escape of a byte that is not UTF-8, which a path may have
+        return yaml.load(text, _PlainLoader)
+    return yaml.load(text, _FastLoader)
 
 
 _FastSafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser takes a tenth of the time

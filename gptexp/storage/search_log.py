@@ -14,18 +14,18 @@ One JSON object a line, in the order in which things happened:
 """
 
 import json
-import os
+import re
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gptexp.storage import run_dir
+from gptexp.storage.metrics_file import newest
 from gptexp.storage.reader import open_text, parse_json
 
 FILE = "tune.jsonl"
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that hold its last event
+TIME = re.compile(rb'"time": (\d[\d.e+-]*)[,}]')
 NUMBER = (int, float)
 NUMBER_OR_NONE = (int, float, type(None))
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {  # what each event has, and its type
@@ -71,18 +71,9 @@ class SearchLog:
         ends = [event["time"] for event in self.events]
         for event in self.events:
             if event["event"] == "choose" and self.events[-1]["event"] != "stop":  # else nothing runs
-                ends += _last_time(self.path.parent / event["cell"] / run_dir.METRICS)
+                last = newest(self.path.parent / event["cell"] / run_dir.METRICS, TIME)
+                ends += [float(last[1])] if last is not None else []  # the time of the file changes with a copy
         return float(start["spent"] + max(0.0, max(ends) - start["time"]))
-
-
-def _last_time(metrics: Path) -> list[float]:
-    """The time of the last event of a run, if there is one. Not that of the file, which a copy changes."""
-    with suppress(OSError), metrics.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-        for line in reversed(file.read().splitlines()):
-            with suppress(ValueError, TypeError, KeyError):  # a killed run leaves a part of a line
-                return [float(json.loads(line)["time"])]
-    return []
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from sweeps import TOKENS, write_run
 
 from gptexp.process.words import duration
 from gptexp.reporting.listings.progress import Progress, not_started, ready_in, survey
-from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.listings.records import find_runs, read_end, read_run
 from gptexp.reporting.page.page import sections
 from gptexp.reporting.page.report import build_report
 from gptexp.status import main
@@ -141,3 +141,22 @@ def test_status_accepts_a_run_and_refuses_a_missing_directory(gptexp: Gptexp, sw
     assert gptexp("status", str(sweep / "a")).returncode == 0
     nowhere = gptexp("status", "nowhere")
     assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (2, 1)
+
+
+def test_the_status_of_a_long_run_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newest evaluation and its speed, but not the steps before."""
+    write_run(tmp_path / "run", 64, 0.02, 1, 4.0)  # 4,096 steps, and an evaluation after each 512
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)[:-70]
+    metrics.write_text("".join(lines))
+    run_dir.write_json(tmp_path / "run" / "summary.json", {"status": "running"})
+    monkeypatch.setattr("gptexp.reporting.listings.records.END", 20_000)
+    whole, end = read_run(tmp_path / "run"), read_end(tmp_path / "run")
+    assert len(end.train) < 100 < len(whole.train)
+    assert [end.val[-1].loss, end.tokens_per_s] == [whole.val[-1].loss, whole.tokens_per_s]
+    assert end.train[-1].step == json.loads(lines[-1])["step"] + 1
+    assert (end.gaps, end.problem) == ([], None)
+    [cell] = survey(tmp_path / "run", read_end)
+    assert (cell.status, cell.tokens, cell.loss) == ("failed", end.train[-1].tokens, whole.val[-1].loss)
+    metrics.write_text("".join(lines[:-10] + lines[-5:]))
+    assert "no line for steps" in (read_end(tmp_path / "run").problem or "")

@@ -16,12 +16,13 @@ from gptexp.compare import main as compare
 from gptexp.evaluate import main as evaluate
 from gptexp.process.errors import ConfigError
 from gptexp.report import main as report
-from gptexp.reporting.listings.records import POINTS, find_runs
+from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.page.page import sections
 from gptexp.reporting.page.report import build_report
 from gptexp.sample import main as sample
 from gptexp.status import main as status
 from gptexp.storage import run_dir
+from gptexp.storage.metrics_file import POINTS
 
 
 @pytest.mark.e2e

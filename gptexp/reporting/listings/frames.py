@@ -1,10 +1,13 @@
 """Runs and sweeps as pandas tables, for notebooks and scripts."""
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from gptexp.config.metrics import Metric
 from gptexp.config.schema import fields_of
@@ -13,14 +16,16 @@ from gptexp.process.fields import LIMIT
 from gptexp.reporting.listings.records import AXES, Run, differing_keys, find_runs
 from gptexp.reporting.listings.table import COLUMNS, values
 from gptexp.storage import run_dir, sweep_record
-from gptexp.storage.reader import open_text, parse_json
+from gptexp.storage.reader import open_bytes, parse_line
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Array = npt.NDArray[Any]
 ROWS_AT_ONCE = 10_000  # a dict needs several times the memory of its row in a table
 COUNTS = ("step", "tokens")
-FINGERPRINT = Metric.DATA_FINGERPRINT  # the only metric that is text
+FINGERPRINT = Metric.DATA_FINGERPRINT.value  # the only metric that is text
+DTYPES = {**dict.fromkeys(COUNTS, np.int64), FINGERPRINT: object}  # of other metrics float
 
 
 def load_metrics(directory: Path | str) -> "pd.DataFrame":
@@ -41,8 +46,7 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     rows, frames = _rows(path), []
     try:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            frame = pandas.DataFrame(chunk).copy()  # without a copy, its column of text keeps all of `chunk` in memory
-            frames.append(frame.astype(dict.fromkeys(frame.columns.difference([*COUNTS, FINGERPRINT]), float)))
+            frames.append(pandas.DataFrame(_columns(chunk)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
     if not frames:
@@ -86,18 +90,20 @@ def _pandas() -> Any:
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """The metrics of each logged step, with those of its evaluation and sharpness, which follow it in the file."""
     row: dict[str, Any] = {}
-    with open_text(path, "replace") as lines:
+    with open_bytes(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
-                metrics = _metrics(parse_json(line))
+                metrics = _metrics(parse_line(line))
             except (ValueError, KeyError, TypeError, AttributeError):
-                if not line.endswith("\n"):  # it is still being written
+                if not line.endswith(b"\n"):  # it is still being written
                     break
                 raise ConfigError(f"{path}: line {number} is not a valid event; remove it") from None
-            if row and metrics and metrics["step"] != row["step"]:
-                yield row
-                row = {}
-            row = {**metrics, **row}
+            if row and metrics and metrics["step"] == row["step"]:
+                row = {**metrics, **row}
+            elif metrics:
+                if row:
+                    yield row
+                row = metrics
     if row:
         yield row
 
@@ -106,13 +112,30 @@ def _metrics(event: dict[str, Any]) -> dict[str, Any]:
     """The metrics of an event; empty for one without metrics. Raises an error if one has a wrong type."""
     if event.pop("event") not in ("step", "eval", "sharpness"):
         return {}
-    if not all(0 <= event[name] < LIMIT and isinstance(event[name], int) for name in COUNTS):
+    text = event.pop(FINGERPRINT, None)
+    if not {*map(type, event.values())} <= {int, float, NoneType} or not isinstance(text, str | None):
+        raise TypeError("neither a number nor the fingerprint")
+    step, tokens = event["step"], event["tokens"]
+    if not (type(step) is type(tokens) is int and 0 <= step < LIMIT and 0 <= tokens < LIMIT):
         raise ValueError("not a count")
-    if not {type(value) for name, value in event.items() if name != FINGERPRINT} <= {int, float, NoneType}:
-        raise TypeError("not a number")
-    if not isinstance(event.get(FINGERPRINT, ""), str):
-        raise TypeError("not text")
+    if text is not None:
+        event[FINGERPRINT] = text
     return event
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, Array]:
+    """The values of `rows` by metric. It turns all rows at once that have the same metrics, as nearly all have."""
+    columns: dict[str, Array] = {}
+    start = 0
+    for names, group in groupby(rows, tuple):
+        by_metric = [*zip(*map(dict.values, group), strict=True)]
+        stop = start + len(by_metric[0])
+        for name, of_metric in zip(names, by_metric, strict=True):
+            if name not in columns:
+                columns[name] = np.full(len(rows), 0 if name in COUNTS else np.nan, DTYPES.get(name, float))
+            columns[name][start:stop] = np.array(of_metric, columns[name].dtype)
+        start = stop
+    return columns
 
 
 def _composed(run: Run, swept: Mapping[str, Any]) -> dict[str, Any]:

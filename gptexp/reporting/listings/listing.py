@@ -24,13 +24,13 @@ from gptexp.reporting.listings.terminal_table import Column, print_table, texts_
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
-from gptexp.storage.reader import open_text, parse_json, read_yaml
+from gptexp.storage.metrics_file import newest
+from gptexp.storage.reader import open_bytes, parse_line, read_yaml
 
 STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")
 T = TypeVar("T")
 SEED = "train.seed"
-BLOCK = 1 << 16  # bytes of metrics.jsonl that are read at once, from its end
-MOST_BLOCKS = 256
+LONGEST_LINE = 1 << 16  # bytes of the first line of metrics.jsonl
 VAL_LOSS = re.compile(rb'"event": "eval".*"val/loss": (\d[\d.e+-]*)[,}]')
 SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
     "date": lambda row: -datetime.fromisoformat(row.started).timestamp(),
@@ -131,8 +131,8 @@ def read_row(path: Path, name: str) -> Listed:
     if status == "diverged":  # the loss before the divergence is no result
         loss = None
     elif status in ("running", "failed") or loss is None:  # summary.json is only written when a run starts or stops
-        newest = newest_value(path / run_dir.METRICS, VAL_LOSS)
-        loss = loss if newest is None else newest
+        last = newest(path / run_dir.METRICS, VAL_LOSS)
+        loss = loss if last is None else float(last[1])
     row = replace(
         damaged,
         model=model_name(config.model),
@@ -232,8 +232,8 @@ def _own_bytes(sweep: Path, cells: Sequence[Row]) -> int:
 def _started(path: Path) -> str:
     """Time of the run's first event, which a copy of the run keeps; without one, that of the directory."""
     unreadable = suppress(OSError, ValueError, TypeError, KeyError, OverflowError)
-    with unreadable, open_text(path / run_dir.METRICS, "replace") as lines:
-        return _local_time(parse_json(lines.readline(BLOCK))["time"])
+    with unreadable, open_bytes(path / run_dir.METRICS) as lines:
+        return _local_time(parse_line(lines.readline(LONGEST_LINE))["time"])
     with suppress(OSError):
         return _local_time(os.lstat(path).st_mtime)
     return _local_time(0)
@@ -241,23 +241,6 @@ def _started(path: Path) -> str:
 
 def _local_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
-def newest_value(metrics: Path, pattern: re.Pattern[bytes]) -> float | None:
-    """The number in the last match of `pattern` in metrics.jsonl, which is read from its end; None if there is none."""
-    with suppress(OSError), open_text(metrics) as text:
-        file, rest = text.buffer, b""
-        end = file.seek(0, os.SEEK_END)
-        for _ in range(MOST_BLOCKS):
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            block = file.read(end - start) + rest
-            if numbers := pattern.findall(block):
-                return float(numbers[-1])
-            if not start:
-                break
-            rest, end = block.partition(b"\n")[0], start  # the block may begin in the middle of this line
-    return None
 
 
 def model_name(model: ModelConfig) -> str:

@@ -19,17 +19,17 @@ from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.noise_scale import Norms
 from gptexp.config.scaling import lr_factor, scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ScalingConfig, result_deciding
+from gptexp.config.schema import Config, ScalingConfig, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
+from gptexp.storage.metrics_file import newest, scan
 from gptexp.storage.missing_steps import described, missing_steps
-from gptexp.storage.reader import open_text, parse_json
+from gptexp.storage.reader import parse_line
 
-POINTS = 512  # steps of a run that are kept for its curves: at least this many, at most twice as many
 LR = "optim.lr"
 AXES = {  # key -> its field in `Run`, and what people call it
     LR: ("lr", "learning rate"),
@@ -37,17 +37,12 @@ AXES = {  # key -> its field in `Run`, and what people call it
     "train.seed": ("seed", "seed"),
 }
 COMMIT_CHARS = 10
+END = 1 << 18  # bytes of metrics.jsonl that tell how far a run is
+EVAL_EVENT = re.compile(rb'"event": "eval"')
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
-STEP_EVENT = '"event": "step"'
-STEP_NUMBER = re.compile(r'"step": (\d{1,15}),')
-OPTIONAL_METRICS = {  # field of `Step` -> metric
-    "lr": Metric.LR, "grad_norm": Metric.GRAD_NORM, "clip_fraction": Metric.CLIP_FRACTION, "mfu": Metric.MFU_PALM,
-    "noise_scale": Metric.GNS_TOKENS, "cosine": Metric.GNS_COS,
-}  # fmt: skip
-KEPT_EVENT = re.compile(r'"event": "(eval|sharpness|alert|fault|sample)"')
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a sweep has half a million of them, and each would take twice the time
 class Point:
     """The state of a run after `step` updates, `tokens` tokens and `seconds` of training."""
 
@@ -57,7 +52,7 @@ class Point:
     loss: float | None  # nats per token; None if it was not finite
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step(Point):
     """An optimizer update. A value is None if it was not finite, or not logged."""
 
@@ -113,7 +108,7 @@ class Run:
     first_tokens: int = 0  # the part of `of_tokens` that lies before that checkpoint
     warmup_tokens: int = 0
     started: datetime | None = None  # local time of the first event
-    train: list[Step] = field(default_factory=list)  # thinned, see `POINTS`
+    train: list[Step] = field(default_factory=list)  # thinned, see `metrics_file.scan`
     val: list[Point] = field(default_factory=list)
     val_ema: list[Point] = field(default_factory=list)  # of the averaged weights, if train.ema_half_life_tokens is set
     bits_per_byte: float | None = None  # of the newest evaluation
@@ -139,8 +134,11 @@ class Run:
         return min((point.loss for point in self.val if point.loss is not None), default=None)
 
 
-def read_run(directory: Path) -> Run:
-    """Read a run's files. A damaged file sets `Run.problem` and raises nothing."""
+def read_run(directory: Path, last_bytes: int | None = None) -> Run:
+    """Read a run's files, of metrics.jsonl all or only the last bytes. A damaged file sets `Run.problem`.
+
+    Of a part, `Run` has the last steps, the newest evaluation, and gaps and times from there on.
+    """
     name = printable(directory.name)
     try:
         config = run_dir.load_resolved(directory)
@@ -175,10 +173,15 @@ def read_run(directory: Path) -> Run:
         elif config.data.validates:
             run.status, run.problem = "damaged", printable(f"{directory / run_dir.SUMMARY}: final_val_loss is missing")
     try:
-        _read_metrics(run, directory / run_dir.METRICS, config.train.log_every, first_step(config.branch_from))
+        _read_metrics(run, config, last_bytes)
     except OSError as error:
         run.problem = printable(f"{directory / run_dir.METRICS}: cannot be read ({error.strerror})")
     return run
+
+
+def read_end(directory: Path) -> Run:
+    """`read_run` with the end of metrics.jsonl alone: how far a run is, in equal time for any length."""
+    return read_run(directory, last_bytes=END)
 
 
 def along(run: Run, key: str) -> Run:
@@ -263,40 +266,36 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _read_metrics(run: Run, path: Path, log_every: int, first: int) -> None:
-    """Read the curves, notes and fingerprints from metrics.jsonl, which begins with the step `first`.
-
-    If there are many steps, it parses every 2nd, 4th, 8th, … So runs of different batch sizes keep equal tokens.
-    """
+def _read_metrics(run: Run, config: Config, last_bytes: int | None) -> None:
+    """Read the curves, notes and fingerprints from metrics.jsonl."""
+    path, first = run.directory / run_dir.METRICS, first_step(config.branch_from)
     if not os.path.lexists(path) and not run.summary.get("steps"):
         return
-    with open_text(path, "replace") as lines:
-        numbers = [STEP_NUMBER.search(line) for line in lines if STEP_EVENT in line]
-    logged = [int(number[1]) for number in numbers if number]
-    end = logged[-1] + 1 if logged else first
+    found = scan(path, last_bytes)
+    lines = found.lines
+    if not found.is_whole:
+        first = found.logged[0] if found.logged else first
+        last_eval = newest(path, EVAL_EVENT)
+        lines = [*([(0, last_eval.string)] if last_eval is not None else []), *lines]
+    end = found.logged[-1] + 1 if found.logged else first
     if run.status in WROTE_ITS_END:  # a process that was killed has not written its number of steps
         end = run.summary.get("steps", first)
-    run.gaps = missing_steps(logged, end, log_every, first)
+    run.gaps = missing_steps(found.logged, end, config.train.log_every, first)
     if run.gaps:
         run.problem = printable(f"{path}: {described(run.gaps)}")
-    stride, step_events = 1 << max(0, (len(numbers) // POINTS).bit_length() - 1), 0
-    with open_text(path, "replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if STEP_EVENT in line:
-                step_events += 1
-                if step_events % stride:
-                    continue
-            elif not KEPT_EVENT.search(line):
-                continue
-            try:
-                _add(run, parse_json(line), first)
-            except (ValueError, KeyError, TypeError, OverflowError, OSError):
-                if line.endswith("\n"):  # a line without an end is still being written
-                    run.problem = printable(f"{path}: line {number} is not a valid event")
+    for number, line in lines:
+        try:
+            _add(run, parse_line(line), first)
+        except (ValueError, KeyError, TypeError, OverflowError, OSError):
+            if line.endswith(b"\n"):  # a line without an end is still being written
+                where = f"line {number}" if found.is_whole else "one of the last lines"
+                run.problem = printable(f"{path}: {where} is not a valid event")
     if run.train:
         if run.status not in run_dir.DONE:  # summary.json is only written when a run starts or stops
             last = run.train[-1]
-            run.summary |= {"steps": last.step, "tokens": last.tokens, "train_s": last.seconds}
+            run.summary |= {"steps": last.step, "tokens": last.tokens}
+            if found.is_whole:
+                run.summary["train_s"] = last.seconds
         run.tokens_per_s = statistics.median(step.tokens_per_s for step in run.train)
     if mfus := [step.mfu for step in run.train if step.mfu is not None]:
         run.mfu = statistics.median(mfus)
@@ -325,16 +324,28 @@ def _add(run: Run, event: dict[str, Any], first: int) -> None:
 
 
 def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Run) -> Step:
-    batch = int(event.get(Metric.BATCH_TOKENS, run.batch))
-    small, big = _number(event.get(Metric.GNS_SMALL_SQ_NORM)), _number(event.get(Metric.GNS_BIG_SQ_NORM))
-    norms = None
+    value = event.get
+    batch, norms = int(value(Metric.BATCH_TOKENS, run.batch)), None
+    small, big = value(Metric.GNS_SMALL_SQ_NORM), value(Metric.GNS_BIG_SQ_NORM)
     if small is not None and big is not None:
-        norms = Norms(small, big, int(event[Metric.GNS_SMALL_SEQUENCES]), batch // run.seq_len)
+        norms = Norms(float(small), float(big), int(event[Metric.GNS_SMALL_SEQUENCES]), batch // run.seq_len)
         if not 0 < norms.small_sequences < norms.big_sequences:
             raise ValueError("a part is smaller than the whole")
-    optional = {name: _number(event.get(metric)) for name, metric in OPTIONAL_METRICS.items()}
-    loss, tokens_per_s = _number(event[Metric.TRAIN_LOSS]), float(event[Metric.TOKENS_PER_S])
-    return Step(step, tokens, seconds, loss, batch, tokens_per_s=tokens_per_s, norms=norms, **optional)
+    return Step(
+        step,
+        tokens,
+        seconds,
+        _number(event[Metric.TRAIN_LOSS]),
+        batch,
+        lr=_number(value(Metric.LR)),
+        grad_norm=_number(value(Metric.GRAD_NORM)),
+        clip_fraction=_number(value(Metric.CLIP_FRACTION)),
+        tokens_per_s=float(event[Metric.TOKENS_PER_S]),
+        mfu=_number(value(Metric.MFU_PALM)),
+        noise_scale=_number(value(Metric.GNS_TOKENS)),
+        cosine=_number(value(Metric.GNS_COS)),
+        norms=norms,
+    )
 
 
 def tokenizers(runs: Sequence[Run]) -> set[str]:
