@@ -6,6 +6,7 @@ from gptexp.command.arguments import Parser
 from gptexp.config.schema import in_digits
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
+from gptexp.reporting.listings.known_rows import KnownRows
 from gptexp.reporting.listings.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
 from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
 
@@ -34,7 +35,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ConfigError(f"--where {wrong[0]}: must be key=value")
 
     which = Filter(args.status, args.tag, [(key, in_digits(key, value)) for key, _, value in pairs])
-    listed = [] if is_not_there_yet(args.directory) else list_runs(args.directory)
+    known = KnownRows(args.directory)
+    listed = [] if is_not_there_yet(args.directory) else list_runs(args.directory, known.read)
+    known.save()
     rows = ordered([found.row for found in listed if which.shows(found)], args.sort, args.reverse)[: args.limit]
     if args.json:
         emit(as_json(rows))

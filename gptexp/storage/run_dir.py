@@ -26,7 +26,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -416,6 +416,17 @@ def check_unlocked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) 
 def is_locked(directory: Path, names: tuple[str, ...] = (LOCK, RANK_LOCK)) -> bool:
     """Whether a process holds a lock of the directory: whether its run is alive."""
     return any(locks.is_taken(directory / name) for name in names)
+
+
+def states_of(directory: Path, names: Collection[str]) -> dict[str, tuple[int, int, int]]:
+    """Of these files and folders in `directory`, if they exist: time of the last change (ns), bytes, inode."""
+    states = {}
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name in names:
+                stat = entry.stat()
+                states[entry.name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    return states
 
 
 def is_swept(directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """The rows of `gptexp ls`: one for each run and each sweep, read from few and small parts of their files."""
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -29,7 +30,6 @@ from gptexp.storage.reader import open_bytes, parse_line, read_yaml
 
 STATUSES = ("running", "damaged", "failed", "interrupted", "diverged", "completed")
 T = TypeVar("T")
-SEED = "train.seed"
 LONGEST_LINE = 1 << 16  # bytes of the first line of metrics.jsonl
 VAL_LOSS = re.compile(rb'"event": "eval".*"val/loss": (\d[\d.e+-]*)[,}]')
 SORTS: dict[str, Callable[["Row"], Any]] = {  # flag -> value; None comes last
@@ -94,11 +94,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Listed:
-    """A row, and the configs that a filter looks at: that of the run, or those of the sweep's cells."""
+    """A row, and what else is known of the run, or of the cells of the sweep."""
 
     row: Row
-    configs: list[dict[str, Any]]  # dotted key -> value
+    config: str = "{}"  # of a run: dotted key -> value, as JSON
     cell: str = ""  # of a run: equal for runs that differ only in their seed
+    seed: int = 0
+    counts_as_diverged: bool = False  # of a run, see `counts_as_diverged`
+    cells: list["Listed"] = field(default_factory=list)  # of a sweep
 
 
 Read = Callable[[Path, str], Listed]
@@ -125,7 +128,7 @@ def read_row(path: Path, name: str) -> Listed:
     try:
         config, summary = run_dir.load_resolved(path), run_dir.read_summary(path)
     except ConfigError as error:
-        return Listed(replace(damaged, problem=str(error)), [])
+        return Listed(replace(damaged, problem=str(error)))
     status = run_dir.present_status(path, summary)
     loss: float | None = summary.get("final_val_loss")
     if status == "diverged":  # the loss before the divergence is no result
@@ -143,8 +146,15 @@ def read_row(path: Path, name: str) -> Listed:
         tags=config.log.tags,
         note=config.log.note,
     )
-    cell = repr({**result_deciding(config), SEED: None, "text": summary.get("data_hash")})
-    return Listed(row, [{key: value for key, _, value in fields_of(config)}], cell)
+    deciding = result_deciding(config)
+    cell = repr({**deciding, "train.seed": None, "text": summary.get("data_hash")})
+    return Listed(
+        row,
+        config=json.dumps(run_dir.finite({key: value for key, _, value in fields_of(config)})),
+        cell=hashlib.sha256(cell.encode(errors="surrogateescape")).hexdigest(),
+        seed=config.train.seed,
+        counts_as_diverged=status in run_dir.DONE and counts_as_diverged(status, loss, deciding),
+    )
 
 
 def _sweep(path: Path, name: str, read: Read) -> Listed:
@@ -185,7 +195,7 @@ def _sweep(path: Path, name: str, read: Read) -> Listed:
         cells=total,
         problem=problem or next((row.problem for row in rows if row.problem), None),
     )
-    return Listed(row, [config for cell in listed for config in cell.configs])
+    return Listed(row, cells=listed)
 
 
 def _common(values: Iterable[T]) -> T | None:
@@ -203,15 +213,10 @@ def _best_cell(runs: Sequence[Listed]) -> list[Row]:
     losses: dict[str, dict[int, Row]] = defaultdict(dict)
     for run in runs:
         if run.row.status == "completed" and run.row.val_loss is not None:
-            losses[run.cell][run.configs[0][SEED]] = run.row
-    diverged = {run.cell for run in runs if _has_diverged(run)}
+            losses[run.cell][run.seed] = run.row
+    diverged = {run.cell for run in runs if run.counts_as_diverged}
     complete = [[*of_seeds.values()] for cell, of_seeds in losses.items() if cell not in diverged]
     return min(complete, key=_mean_loss, default=[])
-
-
-def _has_diverged(run: Listed) -> bool:
-    row = run.row
-    return row.status in run_dir.DONE and counts_as_diverged(row.status, row.val_loss, run.configs[0])
 
 
 def _mean_loss(rows: Sequence[Row]) -> float:
@@ -299,10 +304,11 @@ class Filter:
         return (
             (not self.statuses or row.status in self.statuses)
             and set(self.tags) <= {*row.tags}
-            and (not self.where or any(map(self._holds, listed.configs)))
+            and (not self.where or any(map(self._holds, listed.cells or [listed])))
         )
 
-    def _holds(self, config: dict[str, Any]) -> bool:
+    def _holds(self, run: Listed) -> bool:
+        config = parse_line(run.config.encode())
         return all(key in config and _equals(config[key], text) for key, text in self.where)
 
 

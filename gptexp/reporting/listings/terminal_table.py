@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -63,14 +64,31 @@ def print_table(
         if title in needed and (width is None or sum(needed[other] for other in {*kept, title}) <= width):
             kept.add(title)
     columns = [column for column in columns if column[0] in kept]
-    table = Table(box=None, pad_edge=False)
-    for title, _ in columns:
-        left, wraps = title in to_the_left or title in wrapped, title in wrapped
-        table.add_column(title, justify="left" if left else "right", no_wrap=not wraps, overflow="fold")
-    for row in zip(*(texts for _, texts in columns), strict=True):
-        table.add_row(*map(Text, row))
-    Console(width=width or PIPE_WIDTH).print(table)
+    left = {*to_the_left, *wrapped}
+    console = Console(width=width or PIPE_WIDTH)
+    if sum(_width(column, ()) for column in columns) - 2 <= console.width:
+        _print_unwrapped(columns, left, console)
+    else:
+        table = Table(box=None, pad_edge=False)
+        for title, _ in columns:
+            justify: JustifyMethod = "left" if title in left else "right"
+            table.add_column(title, justify=justify, no_wrap=title not in wrapped, overflow="fold")
+        for row in zip(*(texts for _, texts in columns), strict=True):
+            table.add_row(*map(Text, row))
+        console.print(table)
     return [title for title in needed if title not in kept]
+
+
+def _print_unwrapped(columns: Columns, left: Collection[str], console: Console) -> None:
+    """Print a table that fits, as rich does, which takes a second for three thousand rows."""
+    padded = []
+    for title, texts in columns:
+        width = max(map(cell_len, (title, *texts)))
+        align = str.ljust if title in left else str.rjust
+        padded.append([align(text, width - cell_len(text) + len(text)) for text in (title, *texts)])
+    head, *rows = map("  ".join, zip(*padded, strict=True))
+    console.print(Text(head, style="table.header"))
+    print(*rows, sep="\n", file=console.file)
 
 
 def print_in_blocks(

@@ -8,29 +8,28 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.reporting.charts.pictures import bundle
-from gptexp.reporting.listings.listing import read_row
-from gptexp.reporting.listings.records import read_run
+from gptexp.reporting.listings.known_rows import KnownRows
+from gptexp.reporting.listings.records import Run, read_run
 from gptexp.reporting.page.page import Live, index_page, message_page, report_page
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 from gptexp.storage.inventory import cells, find, is_sweep
 
 HOST = "127.0.0.1"
-SHARE = 10  # pause after a page is computed, as a multiple of the time that it took
+SHARE = 10  # pause after a look at the files, as a multiple of the time that it took
 FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
-T = TypeVar("T")
+Signature = tuple[bool, bool, dict[str, tuple[int, int, int]]]  # whether it exists, whether it is locked, its files
 
 
 class Watched:
@@ -42,8 +41,9 @@ class Watched:
     def __init__(self, directory: Path, script: str, up: str = "") -> None:
         self.directory, self.script, self.up = directory, script, up
         self._lock = threading.Lock()
-        self._signatures: dict[Path, Any] = {}  # of each directory at the last request
-        self._known: dict[tuple[Callable[..., Any], Path], tuple[Any, Any]] = {}  # signature, and what was read
+        self._signatures: dict[Path, Signature] = {}  # of each directory at the last request
+        self._runs: dict[Path, tuple[Signature, Run]] = {}  # the signature, and what was read
+        self._rows: KnownRows | None = None  # if it lists runs
         self._html, self._version = b"", ""
         self._pause_until = 0.0  # no new page before this time, in s of the monotonic clock
 
@@ -57,11 +57,14 @@ class Watched:
         if (started := time.monotonic()) < self._pause_until:
             return
         signatures = {directory: _signature(directory) for directory in _watched(self.directory)}
-        if signatures == self._signatures:
-            return
-        self._signatures = signatures
-        self._known = {key: known for key, known in self._known.items() if key[1] in signatures}
-        live = Live(_newest(signatures), self.up)
+        if signatures != self._signatures:
+            self._signatures = signatures
+            self._runs = {directory: known for directory, known in self._runs.items() if directory in signatures}
+            self._show(Live(_newest(signatures), self.up))
+        # A thousand runs must not take a core from the training on this machine.
+        self._pause_until = time.monotonic() + SHARE * (time.monotonic() - started)
+
+    def _show(self, live: Live) -> None:
         try:
             html = self._read(live)
         except Exception as error:  # the directory may vanish, or appear, while it is read
@@ -69,24 +72,24 @@ class Watched:
             html = message_page(printable(self.directory.resolve().name), escape(printable(why)), self.script, live)
         self._html = html.encode(errors="surrogatepass")
         self._version = f'"{hashlib.sha256(self._html).hexdigest()[:16]}"'
-        # A large sweep must not take a core from the training on this machine.
-        self._pause_until = time.monotonic() + SHARE * (time.monotonic() - started)
 
     def _read(self, live: Live) -> str:
         if not self.directory.is_dir():
             raise ConfigError(f"{self.directory}: does not exist yet; this page shows it as soon as it does")
         if _has_a_report(self.directory):
-            return report_page(build_report(self.directory, partial(self._once, read_run)), self.script, live)
-        return index_page(self.directory, partial(self._once, read_row), self.script, live)
+            return report_page(build_report(self.directory, self._run), self.script, live)
+        self._rows = self._rows or KnownRows(self.directory)
+        page = index_page(self.directory, self._rows.read, self.script, live)
+        self._rows.save()
+        return page
 
-    def _once(self, read: Callable[..., T], directory: Path, *more: Any) -> T:
-        """What `read` has returned for a directory, until a file in it changes."""
+    def _run(self, directory: Path) -> Run:
+        """A run as it was read when a file in its directory last changed."""
         # The signature was taken before the files are read, so a change in between is noticed at the next request.
-        signature = self._signatures.get(directory)
-        if (read, directory) not in self._known or self._known[read, directory][0] != signature:
-            self._known[read, directory] = signature, read(directory, *more)
-        value: T = self._known[read, directory][1]
-        return value
+        signature = self._signatures.get(directory, (False, False, {}))
+        if directory not in self._runs or self._runs[directory][0] != signature:
+            self._runs[directory] = signature, read_run(directory)
+        return self._runs[directory][1]
 
 
 def _has_a_report(directory: Path) -> bool:
@@ -104,22 +107,15 @@ def _watched(directory: Path) -> list[Path]:
         return [directory]
 
 
-def _newest(signatures: Mapping[Path, tuple[Any, ...]]) -> float | None:
+def _newest(signatures: Mapping[Path, Signature]) -> float | None:
     """Unix time of the newest change of a file, in s."""
-    times = [part[0] for signature in signatures.values() for part in signature if isinstance(part, tuple)]
+    times = [changed for _, _, states in signatures.values() for changed, *_ in states.values()]
     return max(times) / 1e9 if times else None
 
 
-def _signature(directory: Path) -> tuple[Any, ...]:
+def _signature(directory: Path) -> Signature:
     """A value that changes when a run's files change, or when its lock is taken or released."""
-    files: list[Any] = [directory.is_dir()]
-    for name in FILES:
-        try:
-            stat = (directory / name).stat()
-            files.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        except OSError:
-            files.append(None)
-    return (*files, run_dir.is_locked(directory))
+    return directory.is_dir(), run_dir.is_locked(directory), run_dir.states_of(directory, FILES)
 
 
 class Site:
