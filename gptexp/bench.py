@@ -23,6 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", nargs="*", metavar="WORKLOAD|key=value", help=what)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: outputs/bench/<date and time>")
+    parser.add_argument(
+        "--peers", type=Path, metavar="CHECKOUT",
+        help="train the workloads, or without one the overrides, in turns with nanoGPT, of which CHECKOUT is a clone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="turns of each program; default: %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="counted in a turn; default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse_intermixed_args(argv)
 
@@ -33,15 +41,25 @@ def main(argv: list[str] | None = None) -> int:
     known = {**CPU_WORKLOADS, **GPU_WORKLOADS}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{unknown[0]}: no such workload; use one of {', '.join([*known, COMM])}")
-    for name in names or ["nano"]:
-        compose([*known[name].overrides, *overrides])  # raises for illegal overrides
+    alone = [()] if args.peers is not None else [known["nano"].overrides]
+    for of_workload in [known[name].overrides for name in names] or alone:
+        compose([*of_workload, *overrides])  # raises for illegal overrides
     out: Path = (args.out or Path("outputs/bench") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")).absolute()
+    if args.rounds < 1 or args.steps < 2:
+        raise ConfigError(f"--rounds={args.rounds} --steps={args.steps}: must be at least 1 and 2")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")
 
-    from gptexp.run.benchmark import bench
+    from gptexp.run.benchmark import bench, choose
 
-    return bench(names, overrides, args.device, out, args.json)
+    device, workloads = choose(names, args.device)
+    overrides = [f"train.device={device.type}", *overrides]
+    if args.peers is None:
+        return bench(workloads, overrides, device, out, args.json)
+    from gptexp.run.peers import compare
+
+    given = {name: workload.overrides for name, workload in workloads.items()} if names else {"run": ()}
+    return compare(given, overrides, args, out)
 
 
 def _communication(others: list[str], overrides: list[str], args: argparse.Namespace) -> int:

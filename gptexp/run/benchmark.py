@@ -164,19 +164,22 @@ def _phase(metric: Metric) -> str:
     return metric.partition("/")[2].removesuffix("_ms")
 
 
-def bench(names: list[str], overrides: list[str], device: str, out: Path, as_json: bool) -> int:
-    """Measure the workloads `names` (all if empty) with `overrides`, and print the tables. Returns the exit code."""
+def choose(names: list[str], device: str) -> tuple[torch.device, dict[str, Workload]]:
+    """The device, and the workloads `names` of it (all if empty). Raises `ConfigError`."""
     picked = pick_device(device, Rank())
     known = workloads(picked.type)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"{unknown[0]}: no such workload on {picked.type}; workloads: {', '.join(known)}")
-    chosen = {name: known[name] for name in names or known}
-    overrides = [f"train.device={picked.type}", *overrides]
+    return picked, {name: known[name] for name in names or known}
+
+
+def bench(chosen: dict[str, Workload], overrides: list[str], device: torch.device, out: Path, as_json: bool) -> int:
+    """Measure the workloads with `overrides`, and print the tables. Returns the exit code."""
     for workload in chosen.values():  # tokenise before anything is timed
         prepare(compose([*workload.overrides, *overrides]).data)
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": versions(), "git_commit": git_commit(), "workloads": {}}
-    result["copy_bytes_per_s"] = apart(copy_bandwidth, picked)
+    result["copy_bytes_per_s"] = apart(copy_bandwidth, device)
     for name, workload in chosen.items():
         print(f"{name}: {workload.meaning} …", file=sys.stderr, flush=True)
         result["workloads"][name] = measure(name, workload, overrides, out)
