@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     overrides = [f"train.device={device.type}", *overrides]
     if args.peers is None:
         return bench(workloads, overrides, device, out, args.json)
-    from gptexp.run.peers import compare
+    from gptexp.run.peers import Turns, compare
 
     given = {name: workload.overrides for name, workload in workloads.items()} if names else {"run": ()}
-    return compare(given, overrides, args, out)
+    return compare(given, overrides, args.peers, Turns(args.rounds, args.steps, out), args.json)
 
 
 def _communication(others: list[str], overrides: list[str], args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 Each turn is a new process, so a machine that slows down slows both. nanoGPT is compiled in each turn.
 """
 
-import argparse
 import json
 import os
 import pickle
@@ -63,6 +62,15 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How much is measured, and where the runs of gptexp are kept."""
+
+    rounds: int
+    steps: int  # counted in each turn
+    out: Path
+
+
+@dataclass(frozen=True)
 class Turn:
     """The counted steps of one process."""
 
@@ -71,38 +79,36 @@ class Turn:
 
 
 def compare(
-    workloads: Mapping[str, Sequence[str]], overrides: Sequence[str], options: argparse.Namespace, out: Path
+    workloads: Mapping[str, Sequence[str]], overrides: Sequence[str], checkout: Path, turns: Turns, as_json: bool
 ) -> int:
     """Train each workload, given by its overrides, in turns, and print the medians and ratios. Returns the exit code.
 
-    Raises `ConfigError` if `options.peers` is no nanoGPT, and `UserError` if a program fails.
+    Raises `ConfigError` if `checkout` is no nanoGPT, and `UserError` if a program fails.
     """
-    if missing := [file for file in FILES if not (options.peers / file).is_file()]:
-        raise ConfigError(
-            f"--peers {options.peers}: has no {missing[0]}; give a clone of https://github.com/karpathy/nanoGPT"
-        )
-    out.mkdir(parents=True, exist_ok=True)
+    if missing := [file for file in FILES if not (checkout / file).is_file()]:
+        raise ConfigError(f"--peers {checkout}: has no {missing[0]}; give a clone of github.com/karpathy/nanoGPT")
+    turns.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": versions(), "git_commit": git_commit(), "workloads": {}}
     for name, of_workload in workloads.items():
-        measured = in_turns([*of_workload, *overrides], options.peers, options.rounds, options.steps, out / name)
-        result["workloads"][name] = measured
-        run_dir.write_json(out / "peers.json", result)  # each time, so that an interrupted comparison keeps its results
-    if options.json:
+        result["workloads"][name] = in_turns(name, [*of_workload, *overrides], checkout, turns)
+        run_dir.write_json(turns.out / "peers.json", result)  # each time, so that an interrupted one keeps its results
+    if as_json:
         print(json.dumps(result, indent=1))
         return 0
     for name, measured in result["workloads"].items():
         show(name, measured)
-    print(f"{out}/peers.json")
+    print(f"{turns.out}/peers.json")
     return 0
 
 
-def in_turns(overrides: Sequence[str], checkout: Path, rounds: int, steps: int, out: Path) -> dict[str, Any]:
+def in_turns(name: str, overrides: Sequence[str], checkout: Path, wanted: Turns) -> dict[str, Any]:
     """Return the shape of a workload, the rates of its matrix products, and the medians of each program."""
-    config, cache = compose(overrides), str(out / "compiled")
+    config, steps, out = compose(overrides), wanted.steps, wanted.out / name
+    cache = str(out / "compiled")
     out.mkdir()
     build_dataset(config)  # tokenises before anything is timed
     turns: dict[str, list[Turn]] = {}
-    for number in range(rounds):
+    for number in range(wanted.rounds):
         observed = run_until(Workload("", tuple(overrides), steps), [], out / f"{number}", cache, WARM_UP + steps)
         counted = observed.steps[WARM_UP:][:steps]
         own = Turn([step[Metric.STEP_MS] for step in counted], max(step[Metric.PEAK_MEM_GIB] for step in counted))
