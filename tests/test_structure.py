@@ -46,6 +46,7 @@ FENCES = {
         "data/progress.py", "loggers/console.py", "reporting/listings/terminal_table.py",
         "reporting/page/write.py", "run/benchmark.py", "run/communication.py",
     },
+    "orjson": {"storage/reader.py"},
     "scipy": {"reporting", "run/communication.py"},
     "pandas": {"reporting/listings/frames.py"},
     "vl_convert": {"reporting/charts/pictures.py"},

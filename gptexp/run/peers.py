@@ -17,16 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from gptexp.config.compose import compose
 from gptexp.config.metrics import Metric
 from gptexp.config.schema import Config
 from gptexp.data.loader import build_dataset
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.process.versions import git_commit, versions
-from gptexp.run.benchmark import WARM_UP, WIDTH, apart, ceilings, described, run_until
+from gptexp.reporting.listings.terminal_table import print_table
+from gptexp.run.benchmark import WARM_UP, apart, ceilings, described, run_until
 from gptexp.run.workloads import Workload
 from gptexp.storage import run_dir
 
@@ -197,19 +195,15 @@ def _options(config: Config, effective: Mapping[str, Any], steps: int) -> dict[s
 
 def show(name: str, measured: Mapping[str, Any]) -> None:
     """Print the table of a workload."""
-    shape = f"{measured['effective']['device_name']}, micro-batches of {measured['micro_batch_size']}"
-    table = Table("program", title=f"{name}: {shape}", title_justify="left", box=None, pad_edge=False)
-    for column in ("ms/step", "quartiles", "tokens/s", "of GEMM rate", "GiB", "gptexp faster by", "in each round"):
-        table.add_column(column, justify="right")
+    titles = ("program", "ms/step", "quartiles", "tokens/s", "of GEMM rate", "GiB", "gptexp faster by", "in each round")
+    rows = []
     for program, row in measured["programs"].items():
         per_s = 1e3 * measured["total_batch_size"] / row["step_ms"]
         share = measured["flops_per_token_palm"] * per_s / measured["gemm_flops_per_s"]["model"]
         low, high = row["step_ms_quartiles"]
         ratios = ("", "") if program == OWN else (f"{row['ratio']:.2f}×", ", ".join(f"{r:.2f}" for r in row["ratios"]))
-        table.add_row(
-            program, f"{row['step_ms']:,.1f}", f"{low:,.1f}-{high:,.1f}", f"{per_s:,.0f}", f"{100 * share:.1f}%",
-            f"{row['peak_gib']:.2f}", *ratios,
-        )  # fmt: skip
-    console = Console(highlight=False, width=max(Console().width, WIDTH))
-    console.print(table)
-    console.print()
+        figures = (f"{row['step_ms']:,.1f}", f"{low:,.1f}-{high:,.1f}", f"{per_s:,.0f}", f"{100 * share:.1f}%")
+        rows.append((program, *figures, f"{row['peak_gib']:.2f}", *ratios))
+    print(f"{name}: {measured['effective']['device_name']}, micro-batches of {measured['micro_batch_size']}")
+    print_table([*zip(titles, zip(*rows, strict=True), strict=True)], ("program",), (), (), None)
+    print()

@@ -11,13 +11,12 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import orjson
-
 from gptexp.config.paths import conf_dir, user_cache_dir
 from gptexp.process.versions import VERSION
 from gptexp.reporting.listings import listing
 from gptexp.reporting.listings.listing import Listed, Row, read_row
 from gptexp.storage import run_dir
+from gptexp.storage.reader import parse_line
 
 DATABASE = "rows.sqlite"
 FILES = (run_dir.CONFIG, run_dir.SUMMARY, run_dir.METRICS, run_dir.CHECKPOINTS)
@@ -40,7 +39,7 @@ class KnownRows:
         key, state = str(path.absolute()), _state(path)
         known, row = self._known.get(key, ("", ""))
         if state == known:
-            values = orjson.loads(row)
+            values = parse_line(row.encode())
             return Listed(Row(**{**values.pop("row"), "path": str(path), "name": name}), **values)
         found = read_row(path, name)
         if state is not None and found.row.problem is None:
