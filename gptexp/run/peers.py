@@ -5,7 +5,6 @@ Each turn is a new process, so a machine that slows down slows both. nanoGPT is 
 
 import json
 import os
-import pickle
 import re
 import shutil
 import statistics
@@ -37,7 +36,9 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": "-1",
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"  # in nanoGPT's train.py
+# Texts in nanoGPT's train.py: what makes it ignore its dtype on a CPU, and its vocabulary without a meta.pkl.
+CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"
+VOCABULARY = "meta_vocab_size = None"
 PEAK = """
 import resource
 own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -150,11 +151,12 @@ def _nanogpt(peer: Peer, checkout: Path, config: Config, effective: Mapping[str,
         for file in FILES:
             shutil.copy(checkout / file, copy)
         program = (copy / "train.py").read_text()
-        if peer.is_helped and program.count(CPU_CONTEXT) != 1:
+        if not program.count(CPU_CONTEXT) == program.count(VOCABULARY) == 1:
             raise UserError(f"{checkout}/train.py: another nanoGPT than this version knows; use commit 3adf61e")
+        program = program.replace(VOCABULARY, f"meta_vocab_size = {effective['vocab_size']}")
         program = program.replace(CPU_CONTEXT, "") if peer.is_helped else program
         (copy / "train.py").write_text(program + PEAK)
-        _give_tokens(copy / "data" / "bench", config, effective["vocab_size"])
+        _give_tokens(copy / "data" / "bench", config)
         options = _options(config, effective, steps) | {"dtype": peer.dtype, "out_dir": str(copy / "out")}
         done = subprocess.run(
             [sys.executable, "-u", "train.py", *(f"--{key}={value}" for key, value in options.items())],
@@ -172,13 +174,12 @@ def _nanogpt(peer: Peer, checkout: Path, config: Config, effective: Mapping[str,
     return Turn(times[WARM_UP + 1 :], float(PEAK_LINE.findall(done.stdout)[-1]))
 
 
-def _give_tokens(folder: Path, config: Config, vocab_size: int) -> None:
+def _give_tokens(folder: Path, config: Config) -> None:
     folder.mkdir(parents=True)
     train = build_dataset(config).train
     tokens = train.read(0, min(len(train), TOKENS))
     for split in ("train", "val"):
         tokens.tofile(folder / f"{split}.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
 
 
 def _options(config: Config, effective: Mapping[str, Any], steps: int) -> dict[str, Any]:
