@@ -201,10 +201,16 @@ def print_plan(cfg: Config, request: Request = HERE) -> None:
         warn(f"warning: {line}")
 
 
-def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) -> Plan:
+Epoch = tuple[int | None, list[str]]  # training tokens (None: the corpus is not in the cache), warnings about the text
+
+
+def plan(
+    cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None, epochs: dict[str, Epoch] | None = None
+) -> Plan:
     """Return the arithmetic of a run and its resolved `auto` values.
 
-    `earlier` are the values of an earlier cell of the sweep. For a `gpu`, which this machine need not have, the plan's
+    `earlier` are the values of an earlier cell of the sweep, and `epochs` the texts of earlier cells, to which it adds
+    its own. For a `gpu`, which this machine need not have, the plan's
     `time` follows from published figures. Raises `ConfigError` for a device that is missing.
     """
     world_size, device, n_vocab = cfg.world.size or 1, _device(cfg, gpu), count_ids(cfg.data)
@@ -228,7 +234,10 @@ def plan(cfg: Config, earlier: Effective | None = None, gpu: Gpu | None = None) 
     sized = with_vocab_size(cfg, effective.vocab_size.value)
     memory, run = estimate(sized, effective, world_size), plan_run(sized, effective.micro_batch_size.value)
     shardings = memory_by_sharding(sized, effective, world_size, resolved) if world_size > 1 else {}
-    epoch_tokens, text_warnings = _count_epoch_tokens(sized)
+    text, epochs = repr((sized.data, sized.seq_len)), {} if epochs is None else epochs
+    if text not in epochs:
+        epochs[text] = _count_epoch_tokens(sized)
+    epoch_tokens, text_warnings = epochs[text]
     planned = Plan(cfg, run, effective, memory, shardings, epoch_tokens, gpu, text_warnings + warnings)
     if planned.epochs is not None and planned.epochs > MOST_EPOCHS:
         planned.warnings.append(
@@ -253,8 +262,8 @@ def _device(cfg: Config, gpu: Gpu | None) -> Device:
     return gpu or UNKNOWN_GPU
 
 
-def _count_epoch_tokens(cfg: Config) -> tuple[int | None, list[str]]:
-    """Return the training tokens of an epoch (None: the corpus is not in the cache), and warnings about the text."""
+def _count_epoch_tokens(cfg: Config) -> Epoch:
+    """Count the tokens of an epoch. They do not depend on the seed."""
     directory = prepared_dir(cfg.data)
     if directory is None:
         return None, []

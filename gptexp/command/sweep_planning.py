@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gptexp.command.planning import ASSUMPTION, HERE, Plan, Request, add_prediction, add_times, plan, uncounted
+from gptexp.command.planning import ASSUMPTION, HERE, Epoch, Plan, Request, add_prediction, add_times, plan, uncounted
 from gptexp.config.scaling import scaled_optim
 from gptexp.distributed.ranks import AT_ONCE
 from gptexp.machine.effective import Effective
@@ -46,11 +46,12 @@ def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[CellPlan
     """Plan each cell. Later cells reuse the choices of the first legal one."""
     cells: list[CellPlan] = []
     earlier: Effective | None = None
+    epochs: dict[str, Epoch] = {}
     for draft in drafts:
         problems, planned = draft.problems, None
         if draft.config is not None:
             try:
-                planned = plan(draft.config, earlier, gpu)
+                planned = plan(draft.config, earlier, gpu, epochs)
                 earlier = earlier or planned.effective
             except ConfigError as error:
                 problems = error.problems

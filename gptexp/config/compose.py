@@ -394,10 +394,7 @@ def _take_from_environment(config: Config, given: set[str]) -> list[Problem]:
 
 def job_of(cfg: DictConfig) -> Config:
     """Convert a composition, except for Hydra's own keys, to dataclasses. The values are not checked."""
-    job = cfg.copy()
-    OmegaConf.set_struct(job, False)
-    job.pop("hydra", None)
     with hydra_errors_as_config_errors():
-        config = OmegaConf.to_object(job)
-    assert isinstance(config, Config)
-    return config
+        parts: dict[str, Any] = {f.name: cfg[f.name] for f in fields(Config)}
+        parts |= {name: OmegaConf.to_object(part) for name, part in parts.items() if OmegaConf.is_config(part)}
+        return Config(**parts)

@@ -11,9 +11,10 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, open_dict
 
-from gptexp.config.branching import first_tokens
+from gptexp.config.branching import Parent, first_tokens
 from gptexp.config.compose import job_of, take_choices, to_config
 from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
@@ -38,11 +39,13 @@ from gptexp.process.fields import AUTO
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size, with_step
+from gptexp.storage.removal import CELL
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys, with_arguments
 
 PLUGINS = "hydra_plugins.gptexp"  # the module in which Hydra looks up gptexp's sweepers and launchers
 TEXT_KEYS = ("path", "format", "subset", "split", "mix", "text_column", "encoding", "separator", "val_path")
+HASH_CHARS = 8
 READABLE_CHARS = 80  # largest length of a directory name, without the hash
 
 
@@ -50,7 +53,7 @@ READABLE_CHARS = 80  # largest length of a directory name, without the hash
 class Draft:
     """A combination of swept values, composed and checked."""
 
-    composition: DictConfig
+    compose: Callable[[], DictConfig]  # a composition has a hundred times the size of its values
     values: dict[str, str]  # swept key -> its value as typed
     config: Config | None  # None if the combination is illegal
     problems: list[Problem]
@@ -64,10 +67,17 @@ class Draft:
 class Cell:
     """One run of a sweep, and its directory, which may not exist yet."""
 
-    composition: DictConfig
+    compose: Callable[[], DictConfig]
     config: Config
     directory: Path  # absolute
     values: dict[str, str]
+
+    def compose_named(self) -> DictConfig:
+        """A new composition that has the cell's directory, for Hydra."""
+        composition = self.compose()
+        with open_dict(composition):
+            composition.hydra.sweep.subdir = self.name
+        return composition
 
     @property
     def name(self) -> str:
@@ -88,15 +98,26 @@ class Compositions:
         self.loader, self.sweep = loader, sweep
         self.parser = OverridesParser.create()
         self.shared: dict[tuple[str, ...], DictConfig] = {}  # overrides that are not values -> their composition
+        self.passing: dict[tuple[str, ...], DictConfig] = {}  # the same with the keys of the values -> a copy
 
-    def cell(self, overrides: Sequence[str]) -> DictConfig:
-        """The composition of a cell. Raises Hydra's errors for overrides that cannot be composed."""
+    def cell(self, overrides: Sequence[str], is_passing: bool = False) -> DictConfig:
+        """The composition of a cell. Raises Hydra's errors for overrides that cannot be composed.
+
+        A passing one may change with the next call, and takes a twentieth of the time.
+        """
         parsed = dict(zip(overrides, self.parser.parse_overrides(list(overrides)), strict=True))
         others = tuple(text for text, override in parsed.items() if not _is_value(override))
         if others not in self.shared:
             self.shared[others] = self.loader.load_sweep_config(self.sweep, list(others))
-        composition = copy.deepcopy(self.shared[others])
-        ConfigLoaderImpl._apply_overrides_to_config([one for one in parsed.values() if _is_value(one)], composition)
+        values = [override for override in parsed.values() if _is_value(override)]
+        if is_passing:
+            keys = (*others, *(override.key_or_group for override in values))
+            if keys not in self.passing:
+                self.passing[keys] = copy.deepcopy(self.shared[others])
+            composition = self.passing[keys]
+        else:
+            composition = copy.deepcopy(self.shared[others])
+        ConfigLoaderImpl._apply_overrides_to_config(values, composition)
         task = {text: override for text, override in parsed.items() if not override.is_hydra_override()}
         composition.hydra.overrides.task = [*task]
         job = composition.hydra.job
@@ -123,24 +144,32 @@ def draft_cells(
     if not combinations:
         raise ConfigError("the sweep has no cells; give at least one value of each swept key", "no-cells")
     config = compositions.sweep
-    swept, drafts = swept_keys(config), []
-    for number, overrides in enumerate(combinations, first):
-        composition = compositions.cell(overrides)
-        pairs = (text.partition("=") for text in as_typed(overrides))
-        values = {key: value for key, _, value in pairs if key in swept}
+
+    def compose(
+        overrides: Sequence[str], number: int, parent: Parent | None = None, is_passing: bool = False
+    ) -> DictConfig:
+        composition = compositions.cell(overrides, is_passing)
         with open_dict(composition):
             composition.hydra.job.id = f"{number}"
             composition.hydra.job.num = number
             composition.hydra.sweep.dir = config.hydra.sweep.dir
             composition.sweep.name = config.sweep.name
             composition.sweep.cells = total
+        take_choices(composition, overrides, parent)
+        return composition
+
+    swept, drafts = swept_keys(config), []
+    for number, overrides in enumerate(combinations, first):
+        composition = compose(overrides, number, is_passing=True)
+        pairs = (text.partition("=") for text in as_typed(overrides))
+        values = {key: value for key, _, value in pairs if key in swept}
+        parent, checked, problems = None, None, list[Problem]()
         try:
             parent = branch.find(composition.branch_from)
             checked = with_step(to_config(composition, overrides, launcher_world_size(), parent))
-            take_choices(composition, overrides, parent)
-            drafts.append(Draft(composition, values, checked, []))
         except ConfigError as error:
-            drafts.append(Draft(composition, values, None, error.problems))
+            problems = error.problems
+        drafts.append(Draft(partial(compose, overrides, number, parent), values, checked, problems))
     _refuse_ramp_over_batch_sizes([draft.config for draft in drafts if draft.config is not None])
     return drafts
 
@@ -165,13 +194,12 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     """
     refuse_illegal([(draft.title, draft.problems) for draft in drafts])
     cells: dict[str, Cell] = {}
+    existing = _names_by_hash(directory)
     for draft in drafts:
         assert draft.config is not None
-        name = cell_name(draft.config, draft.values, directory)
+        name = _cell_name(draft.config, draft.values, existing)
         check_same(directory / name, draft.config)
-        with open_dict(draft.composition):
-            draft.composition.hydra.sweep.subdir = name
-        cell = Cell(draft.composition, draft.config, (directory / name).absolute(), draft.values)
+        cell = Cell(draft.compose, draft.config, (directory / name).absolute(), draft.values)
         cells.setdefault(name, cell)
     return list(cells.values())
 
@@ -202,6 +230,16 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     values, so 6e-4 and 0.0006 are one cell. In place of the paths of corpus and tokenizer it covers the hash of the
     tokens, and in place of `branch_from` the hash of the checkpoint.
     """
+    return _cell_name(config, swept, _names_by_hash(directory))
+
+
+def _names_by_hash(directory: Path) -> dict[str, str]:
+    """The hash of each cell below `directory`, with the first of the names that end in it."""
+    names = sorted((path.name for path in directory.glob("*")), reverse=True)
+    return {name[-HASH_CHARS:]: name for name in names if CELL.fullmatch(name)}
+
+
+def _cell_name(config: Config, swept: dict[str, str], existing: dict[str, str]) -> str:
     config = _with_known_vocab_size(config)
     composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
     # Groups and paths stay as typed: a composed group is no single value, and a composed path is absolute.
@@ -216,10 +254,9 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
         if "branch_from" in values:
             values["branch_from"] = parent.short_name
     identity = {**hashed(deciding), "data": _data_identity(config), "swept": others}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    existing = [path.name for path in directory.glob(f"*{digest}") if re.fullmatch(f"(.*-)?{digest}", path.name)]
-    if existing:
-        return min(existing)
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:HASH_CHARS]
+    if digest in existing:
+        return existing[digest]
     readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
     name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
     return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)

@@ -330,15 +330,17 @@ class CellSweeper(Sweeper):
             return 0
         self.take_decisions(cell)
 
+        composition = cell.compose_named()
+
         def task(_: Any) -> Any:
             try:
-                return self.task(cell.config, cell.composition)
+                return self.task(cell.config, composition)
             except UserError as error:  # returned, because Hydra prints a line of its own for a raised error
                 return error
 
         subdir, context = "hydra.sweep.subdir", self.context
         with run_dir.storage(cell.directory):  # Hydra creates it and writes .hydra/
-            result = run_job(task, cell.composition, "hydra.sweep.dir", job_subdir_key=subdir, hydra_context=context)
+            result = run_job(task, composition, "hydra.sweep.dir", job_subdir_key=subdir, hydra_context=context)
         if isinstance(result.return_value, UserError):
             raise result.return_value
         return int(result.return_value)

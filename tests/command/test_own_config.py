@@ -132,7 +132,7 @@ def test_a_sweep_with_a_primary_config_has_the_cells_and_the_name_of_the_same_ex
     ]
     assert names[0] == names[1]
     assert len(names[0]) == 2
-    assert mine.drafts[0].composition.sweep.name == same.drafts[0].composition.sweep.name
+    assert mine.drafts[0].compose().sweep.name == same.drafts[0].compose().sweep.name
 
 
 def test_the_commands_of_a_sweep_name_the_users_files(own: Path) -> None:
