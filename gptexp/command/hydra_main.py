@@ -36,9 +36,10 @@ from gptexp.config.compose import (
     to_config,
 )
 from gptexp.config.fitted import fitted_warnings
-from gptexp.config.overrides import canonical, override_problems, quoted
+from gptexp.config.overrides import override_problems, quoted
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, options, why_not_creatable
 from gptexp.config.schema import Config
+from gptexp.config.spelling import canonical
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
 from gptexp.process.words import shown
