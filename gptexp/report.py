@@ -8,7 +8,7 @@ from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
 from gptexp.reporting.page.fitted import check_target, points_above_cells, settings_given, write_optim
-from gptexp.reporting.words.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
+from gptexp.reporting.words.thresholds import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
 from gptexp.storage.run_dir import require_directory
 
 
