@@ -8,6 +8,7 @@ from gptexp.command.arguments import Parser
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 from gptexp.run.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")
 
-    from gptexp.run.benchmark import bench
+    with permanent():
+        from gptexp.run.benchmark import bench
 
     return bench(names, overrides, args.device, out, args.json)
 
@@ -60,7 +62,8 @@ def _communication(others: list[str], overrides: list[str], args: argparse.Names
     batch = ["batch.seq_len=8", "batch.micro_batch_size=1", f"batch.total_batch_size={8 * size}"]
     config = compose([*batch, *overrides], launcher_world_size=launcher_world_size())
 
-    from gptexp.run.communication import bench_communication
+    with permanent():
+        from gptexp.run.communication import bench_communication
 
     return bench_communication(config, args.json)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
 from gptexp.reporting.page.fitted import check_target, points_above_cells, settings_given, write_optim
 from gptexp.reporting.words.thresholds import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
@@ -37,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.write_optim is not None:
         check_target(args.write_optim)
 
-    from gptexp.reporting.page.write import PAGE, show, write_report
+    with permanent():
+        from gptexp.reporting.page.write import PAGE, show, write_report
 
     report, _ = write_report(args.directory, args.behind, args.within)
     show(report, terminal_width(), args.verbose)
