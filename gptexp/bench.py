@@ -8,6 +8,7 @@ from gptexp.command.arguments import Parser
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 from gptexp.run.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 
@@ -50,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")
 
-    from gptexp.run.benchmark import bench, choose
+    with permanent():
+        from gptexp.run.benchmark import bench, choose
 
     device, workloads = choose(names, args.device)
     overrides = [f"train.device={device.type}", *overrides]
     if args.peers is None:
         return bench(workloads, overrides, device, out, args.json)
-    from gptexp.run.peers import Turns, compare
+    with permanent():
+        from gptexp.run.peers import Turns, compare
 
     given = {name: workload.overrides for name, workload in workloads.items()} if names else {"run": ()}
     return compare(given, overrides, args.peers, Turns(args.rounds, args.steps, out), args.json)
@@ -78,7 +81,8 @@ def _communication(others: list[str], overrides: list[str], args: argparse.Names
     batch = ["batch.seq_len=8", "batch.micro_batch_size=1", f"batch.total_batch_size={8 * size}"]
     config = compose([*batch, *overrides], launcher_world_size=launcher_world_size())
 
-    from gptexp.run.communication import bench_communication
+    with permanent():
+        from gptexp.run.communication import bench_communication
 
     return bench_communication(config, args.json)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.page.own_file import check_own
 from gptexp.reporting.statistics.best import runs_to_compare
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> None:
         if not args.output.parent.is_dir():
             raise ConfigError(f"--output {args.output}: {args.output.parent} is no directory; create it first")
 
-    from gptexp.reporting.page.comparison import compare, numbers, show, write_page  # imports scipy
+    with permanent():
+        from gptexp.reporting.page.comparison import compare, numbers, show, write_page  # imports scipy
 
     comparison = compare(directories)
     if args.json:

@@ -14,6 +14,7 @@ from gptexp.config.schema import Config, ModelConfig
 from gptexp.optim import optimizers_that
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import parse_count
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 
@@ -66,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: exists and is not an empty directory; give a new one")
 
-    from gptexp.run.coordcheck import coordcheck
+    with permanent():
+        from gptexp.run.coordcheck import coordcheck
 
     return coordcheck(config, models, args.seeds, out, args.json)
 

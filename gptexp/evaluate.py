@@ -15,6 +15,7 @@ from gptexp.config.schema import HELLASWAG, Config
 from gptexp.config.transformers_json import CONFIG_JSON
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import OF_CODECS, is_encoding
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_checkpoint
@@ -81,7 +82,8 @@ def _print_loss(args: argparse.Namespace) -> None:
             f"--val-tokens={asked}: rounds to zero windows of {config.seq_len} tokens; use at least {config.seq_len}"
         )
 
-    from gptexp.run.load import evaluate_checkpoint, load_checkpointed
+    with permanent():
+        from gptexp.run.load import evaluate_checkpoint, load_checkpointed
 
     loaded = load_checkpointed(directory, args.ema, step)
     if not texts:
@@ -146,7 +148,8 @@ def _print_tasks(args: argparse.Namespace) -> None:
                 raise ConfigError(f"--{flag}: {given} is no run of gptexp; leave out --{flag}")
         source = find(str(here) if here.exists() else given, given, weights=True)
 
-    from gptexp.run.evaluations import evaluate_tasks
+    with permanent():
+        from gptexp.run.evaluations import evaluate_tasks
 
     scores, problems = evaluate_tasks(source, tasks, args.hellaswag, args.include, args.limit, args.ema)
     print(json.dumps({"directory": given, **scores}), flush=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.signals import ended_in_order
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.statistics.best import one_checkpoint
@@ -26,7 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     _check_out(args.out)
     directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
 
-    from gptexp.run.export import export  # imports torch
+    with permanent():
+        from gptexp.run.export import export  # imports torch
 
     with ended_in_order():
         export(directory, args.out, args.push or args.out.resolve().name, args.ema, step)

@@ -18,6 +18,7 @@ from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, GPUS_PER_NODE, NETWORKS, Gpu
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import AUTO
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, warn
 from gptexp.process.words import shown
 from gptexp.storage import branch
@@ -65,17 +66,20 @@ def main(argv: list[str] | None = None) -> None:
             grid = compose_cells(engine, composed)
             refuse_sweep_in(Path(composed.hydra.sweep.dir))
 
-    from gptexp.command.planning import Request, print_plan  # imports torch
+    with permanent():
+        from gptexp.command.planning import Request, print_plan  # imports torch
 
     request = Request(gpu, args.network, args.ranks_per_node, args.critical, args.time, args.json)
     if not is_sweep(composed):
         print_plan(config, request)
     elif grid.sweeper.is_search and gpu is None and not args.json:
-        from gptexp.command.search_planning import show_search
+        with permanent():
+            from gptexp.command.search_planning import show_search
 
         show_search(grid)
     else:
-        from gptexp.command.sweep_planning import print_sweep
+        with permanent():
+            from gptexp.command.sweep_planning import print_sweep
 
         print_sweep(grid, request)
 
@@ -101,7 +105,8 @@ def _parser() -> Parser:
 
 
 def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_json: bool) -> None:
-    from gptexp.command.fitting import print_fitting
+    with permanent():
+        from gptexp.command.fitting import print_fitting
 
     models = {}
     for name in options(folders(config_dir))["model"]:

@@ -6,8 +6,6 @@ from gptexp.command.arguments import Parser
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose
 from gptexp.config.describe import answer_help
-from gptexp.data.comparison import compare
-from gptexp.data.prepare import prepare
 from gptexp.process.terminal import run_verb
 from gptexp.storage import branch
 
@@ -25,6 +23,10 @@ def main(argv: list[str] | None = None) -> None:
 
     register_from_init()
     config = compose(args.overrides, args.config_dir, args.config_name, find_parent=branch.find).data
+
+    from gptexp.data.comparison import compare  # imports numpy
+    from gptexp.data.prepare import prepare
+
     for directory in prepare(config):
         if directory is not None:
             print(directory)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
-from gptexp.reporting.charts.pictures import Drawing
 from gptexp.reporting.page.fitted import check_target, points_above_cells, settings_given, write_optim
-from gptexp.reporting.words.finding import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
+from gptexp.reporting.words.thresholds import BEHIND_NATS, NARROWEST_WITHIN, WITHIN
 from gptexp.storage.run_dir import require_directory
 
 
@@ -38,8 +38,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.write_optim is not None:
         check_target(args.write_optim)
 
-    drawing = Drawing()  # starts while other modules are imported
-    from gptexp.reporting.page.write import PAGE, show, write_report
+    with permanent():
+        from gptexp.reporting.charts.pictures import Drawing
+
+        drawing = Drawing()  # its processes start while other modules are imported
+        from gptexp.reporting.page.write import PAGE, show, write_report
 
     report, _ = write_report(args.directory, args.behind, args.within, drawing)
     show(report, terminal_width(), args.verbose)

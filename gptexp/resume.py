@@ -7,6 +7,7 @@ from pathlib import Path
 from gptexp.command.arguments import Parser
 from gptexp.config.schema import SHARDINGS
 from gptexp.distributed.ranks import ending_rank, launcher_rank
+from gptexp.process.imports import permanent
 from gptexp.process.signals import StopRequest, die_with_parent
 from gptexp.process.terminal import report_errors, run_verb
 
@@ -29,7 +30,8 @@ def main(argv: list[str] | None = None) -> int | None:
         return resume(args.run_dir, args.world_size, args.sharding, stop)
     die_with_parent(parent)  # as in `gptexp train`
     with ending_rank():
-        from gptexp.command.leader import Leader, follow  # imports torch
+        with permanent():
+            from gptexp.command.leader import Leader, follow  # imports torch
 
         if rank.is_main:
             with report_errors():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import confirmed, print_error, run_verb, say, terminal_width, warn
 from gptexp.process.words import size_shown
 from gptexp.reporting.listings.terminal_table import Column, print_table, texts_of
@@ -75,7 +76,8 @@ def _unneeded_checkpoints(directories: list[Path], newest_only: bool) -> list[Re
     for path in there:
         run_dir.require_directory(path, "a directory with runs")
 
-    from gptexp.storage.unneeded import unneeded_checkpoints  # imports torch
+    with permanent():
+        from gptexp.storage.unneeded import unneeded_checkpoints  # imports torch
 
     return [removal for path in there for removal in unneeded_checkpoints(path, newest_only)]
 

@@ -12,6 +12,7 @@ from itertools import count
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import LIMIT
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import emit_part, print_error, run_verb, say
 from gptexp.reporting.statistics.best import one_checkpoint
 
@@ -57,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     directory, step = one_checkpoint(args.directory, args.checkpoint, args.ema)
     prompt = _prompt(args.prompt)
 
-    from gptexp.model.generate import Sampling, stream
-    from gptexp.run.load import load_run
+    with permanent():
+        from gptexp.model.generate import Sampling, stream
+        from gptexp.run.load import load_run
 
     model, tokenizer, _ = load_run(directory, args.ema, step)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)

@@ -4,6 +4,7 @@ import json
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 from gptexp.reporting.statistics.best import one_checkpoint
 from gptexp.storage import run_dir
@@ -33,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     elif not args.all:
         checkpoints = checkpoints[:1]
 
-    from gptexp.run.sharpness import measure
+    with permanent():
+        from gptexp.run.sharpness import measure
 
     for found in measure(directory, checkpoints[::-1], args.sequences):
         print(json.dumps(run_dir.finite(found)), flush=True)

@@ -5,6 +5,7 @@ import sys
 
 from gptexp.config.describe import answer_help
 from gptexp.distributed.ranks import ending_rank, launcher_rank
+from gptexp.process.imports import permanent
 from gptexp.process.signals import StopRequest, die_with_parent
 from gptexp.process.terminal import report_errors, run_verb
 
@@ -34,7 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     # If torchrun's agent is killed, this rank would train on and nobody would see its end. So it stops and saves.
     die_with_parent(parent)
     with ending_rank():
-        from gptexp.command.leader import Leader, follow  # imports torch
+        with permanent():
+            from gptexp.command.leader import Leader, follow  # imports torch
 
         if rank.is_main:
             with report_errors():

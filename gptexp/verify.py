@@ -2,6 +2,7 @@
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
 
 WORLD_SIZES = (1, 2, 4, 8)
@@ -16,7 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.world_size not in (None, *WORLD_SIZES):
         raise ConfigError(f"--world-size={args.world_size}: must divide the 8 sequences of a step; use 1, 2, 4 or 8")
 
-    from gptexp.run.verification import verify
+    with permanent():
+        from gptexp.run.verification import verify
 
     return verify(args.device, args.world_size)
 

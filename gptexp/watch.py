@@ -4,6 +4,7 @@ from pathlib import Path
 
 from gptexp.command.arguments import Parser
 from gptexp.process.errors import ConfigError, first_line
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say
 
 PORT = 8642
@@ -21,7 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.directory.exists() and not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: not a directory; give that of a run, of a sweep, or of many")
 
-    from gptexp.reporting.page.live import build_server  # imports scipy
+    with permanent():
+        from gptexp.reporting.page.live import build_server  # imports scipy
 
     try:
         server = build_server(args.directory, PORT if args.port is None else args.port)

@@ -36,10 +36,12 @@ from gptexp.config.compose import (
     to_config,
 )
 from gptexp.config.fitted import fitted_warnings
-from gptexp.config.overrides import canonical, override_problems, quoted
+from gptexp.config.overrides import override_problems, quoted
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, options, why_not_creatable
 from gptexp.config.schema import Config
+from gptexp.config.spelling import canonical
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
+from gptexp.process.imports import permanent
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
 from gptexp.process.words import shown
 from gptexp.run.requirements import require_devices, require_tasks
@@ -233,7 +235,8 @@ def _sweep(cfg: DictConfig, context: HydraContext, begin_cell: Task) -> int:
     refuse_sweep_in(Path(cfg.hydra.sweep.dir))
     reserve_stdout(cfg.log.progress)
     if sweeper.is_search:
-        from gptexp.command.search_planning import confirm_search  # imports torch
+        with permanent():
+            from gptexp.command.search_planning import confirm_search  # imports torch
 
         if not confirm_search(sweeper):
             say("nothing was run")

@@ -11,6 +11,7 @@ from gptexp.config import rules
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
+from gptexp.process.imports import permanent
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import reserve_stdout, say
 from gptexp.process.words import counted
@@ -28,11 +29,13 @@ def start(config: Config, directory: Path, stop: StopRequest) -> int:
     stop.directory = directory
     stop.record = partial(run_dir.mark_interrupted, directory)
     if config.world.size > 1 or config.world.max_restarts:
-        from gptexp.run.launch import launch
+        with permanent():
+            from gptexp.run.launch import launch
 
         return launch(directory, config.world.size, config.world.max_restarts, config.train.max_minutes)
 
-    from gptexp.run.rank import run_alone
+    with permanent():
+        from gptexp.run.rank import run_alone
 
     return run_alone(config, directory, stop)
 

@@ -28,7 +28,7 @@ from gptexp.config import branching, rules
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
-from gptexp.config.overrides import MAY_BE_NULL, NULL, canonical, override_problems, secret_problems, structured
+from gptexp.config.overrides import override_problems, secret_problems, structured
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -40,6 +40,7 @@ from gptexp.config.paths import (
     own_config,
 )
 from gptexp.config.schema import Config, FittedConfig, field_problem, fields_of, optimizers_with
+from gptexp.config.spelling import MAY_BE_NULL, NULL, canonical
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.base import OptimConfig

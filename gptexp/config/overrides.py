@@ -1,4 +1,4 @@
-"""Checks of the command line's overrides against the schema, before Hydra parses them, and their spelling.
+"""Checks of the command line's overrides against the schema, before Hydra parses them.
 
 Hydra itself accepts `+key` for an unknown key, prints a dozen lines for an error and stops at the first one. Here each
 wrong override gets one line: an unknown key or group, a value of the wrong type, or one that breaks the key's rule.
@@ -31,57 +31,23 @@ from gptexp.config.schema import (
     every_key,
     field_problem,
     fields_by_key,
-    in_digits,
     kinds_of,
     not_a_choice,
 )
+from gptexp.config.spelling import MAY_BE_NULL, NULL, canonical
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import AUTO, count_rule, parse_count, unit_of
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
-# What Hydra reads as a number or a truth value, or does not read without quotes (<|endoftext|>, ###, 日本).
-NO_TEXT = re.compile(
-    r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false|.*[^\w\s/\\.:+$%*@?|-].*",
-    re.IGNORECASE | re.ASCII,
-)
 KINDS = {float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
-
-# The groups of config.yaml without a file. Hydra refuses null on the command line; an empty option has its name.
-MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
 
 
 def quoted(text: str) -> str:
     """`text` as a value that neither Hydra nor OmegaConf changes."""
     uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(uninterpolated, Quote.double).with_quotes()
-
-
-def canonical(overrides: Sequence[str]) -> list[str]:
-    """The overrides as gptexp spells them: whole numbers in digits, not 1e6 or 1M, and `++key` of the schema as `key`.
-
-    Hydra reads 1e6 as a float, and refuses a text in range(…). Hydra's `++key` also adds new keys.
-    A key with text takes what was typed: without quotes, Hydra reads the commit 7e10243 as infinity. `None`, as Python
-    and wandb write it, is null for a key that may be null. So is a group's null, of the groups `MAY_BE_NULL`.
-    """
-    spelt = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        field = fields_by_key().get(key.removeprefix("++"))
-        if field is not None and equals:
-            value = in_digits(key.removeprefix("++"), value)
-            if kinds_of(field) == [str] and "choices" not in field.metadata and not set(value) & set("'\"\\[](){}$"):
-                parts = (part.strip() for part in value.split(","))
-                value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in parts)
-            if type(None) in get_args(field.type) and not set(value) & set("'\""):
-                value = ",".join("null" if part == "None" else part for part in value.split(","))
-            text = f"{key.removeprefix('++')}={value}"
-        elif key in MAY_BE_NULL:
-            named = (f"'{NULL}'" if option in (NULL, "None") else option for option in value.split(","))
-            text = f"{key}={','.join(named)}"
-        spelt.append(text)
-    return spelt
 
 
 class Count(IntegerNode):
@@ -119,12 +85,6 @@ def structured(config: Any) -> DictConfig:
     add_counts(config)
     typed: DictConfig = OmegaConf.structured(config)
     return typed
-
-
-def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Overrides without the quotes that `canonical` gives to texts that Hydra would read as something else."""
-    bare = [re.sub(r"(?<=[=,])'([^',]*)'(?=,|$)", r"\1", text) for text in overrides]
-    return [b if again == text else text for b, again, text in zip(bare, canonical(bare), overrides, strict=True)]
 
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:

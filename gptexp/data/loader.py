@@ -8,8 +8,9 @@ windows of a step depend neither on the number of ranks nor on the micro-batch s
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, islice, tee
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 
 WINDOWS_AT_ONCE = 1024  # validation windows whose bytes are counted at once
+LOOKED_UP = 4096  # training windows that are found at once, in a millisecond; ten take a quarter of it
 PREFETCHED = 2  # number of micro-batches that are read in advance
 
 
@@ -62,13 +64,13 @@ class Dataset:
                     "use model.vocab_size=auto"
                 )
 
-    def rows(self, stream: TokenStream, starts: np.ndarray) -> np.ndarray:
-        """Read the windows that begin at the tokens `starts`: (len(starts), T + 1).
+    def rows(self, stream: TokenStream, starts: Iterable[int]) -> np.ndarray:
+        """Read the windows that begin at the tokens `starts`: (number of them, T + 1).
 
         Inputs and targets overlap in T - 1 tokens.
         """
         rows = [stream.read(int(start), self.seq_len + 1) for start in starts]
-        return np.reshape(rows, (len(starts), self.seq_len + 1))  # also if there are no rows
+        return np.reshape(rows, (len(rows), self.seq_len + 1))  # also if there are no rows
 
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
@@ -122,27 +124,39 @@ def micro_batches(
     dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro-batches of `steps`. A thread reads them in advance."""
-
-    def read(step: PlannedStep, micro_batch: int) -> MicroBatch:
-        first = step.tokens_before // dataset.seq_len + micro_batch * step.batch.micro_batch_size
-        samples = np.arange(first, first + step.batch.micro_batch_size, dtype=np.int64)
-        rows = dataset.rows(dataset.train, dataset.order.train_starts(samples, dataset.seq_len))
-        seed = mix(dataset.order.seed, step.number, micro_batch)
-        return MicroBatch(*_to_device(rows, device), fingerprint(rows), seed)
-
-    ahead: deque[Future[MicroBatch]] = deque()
+    batches = _read(dataset, steps, rank, device)
     thread = ThreadPoolExecutor(1, "prefetch")
+    ahead = deque(thread.submit(next, batches, None) for _ in range(PREFETCHED))
     try:
-        for step in steps:
-            mine = step.batch.grad_accum_steps
-            for micro_batch in range(rank * mine, (rank + 1) * mine):  # of the step's micro-batches
-                ahead.append(thread.submit(read, step, micro_batch))
-                if len(ahead) > PREFETCHED:
-                    yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        while (batch := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, batches, None))
+            yield batch
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device) -> Iterator[MicroBatch]:
+    share, ahead = tee(_share(steps, rank, dataset.seq_len))
+    starts = _starts(dataset, chain.from_iterable(samples for _, _, samples in ahead))
+    for step, micro_batch, samples in share:
+        rows = dataset.rows(dataset.train, islice(starts, len(samples)))
+        seed = mix(dataset.order.seed, step, micro_batch)
+        yield MicroBatch(*_to_device(rows, device), fingerprint(rows), seed)
+
+
+def _share(steps: Iterable[PlannedStep], rank: int, seq_len: int) -> Iterator[tuple[int, int, range]]:
+    """Yield the rank's micro-batches of `steps`: number of the step, micro-batch of the step, sample numbers."""
+    for step in steps:
+        mine, size = step.batch.grad_accum_steps, step.batch.micro_batch_size
+        for micro_batch in range(rank * mine, (rank + 1) * mine):
+            first = step.tokens_before // seq_len + micro_batch * size
+            yield step.number, micro_batch, range(first, first + size)
+
+
+def _starts(dataset: Dataset, samples: Iterator[int]) -> Iterator[int]:
+    """Yield the first token of the window of each of `samples`."""
+    while len(block := np.fromiter(islice(samples, LOOKED_UP), np.int64)):
+        yield from dataset.order.train_starts(block, dataset.seq_len).tolist()
 
 
 def val_batches(

@@ -7,12 +7,16 @@ network, because numpy and torch guarantee their random numbers only within one 
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
+Word = TypeVar("Word", int, npt.NDArray[Any])  # Python's or uint64
+
+_WORD = 2**64 - 1  # all bits of a word: numpy's sums and products end there by themselves, Python's do not
 
 # For fewer items than this, hashes are sorted, which is uniform and cheap. For more items, a Feistel network is
 # indistinguishable from uniform and needs no memory.
@@ -22,20 +26,20 @@ _VALIDATION_KEY = 0x76616C6964617465  # "validate" in ASCII: the held-out window
 _OFFSET_KEY = 0x6F6666736574  # "offset" in ASCII
 
 
-def splitmix64(x: UInt64) -> UInt64:
+def splitmix64(x: Word) -> Word:
     """Steele, Lea and Flood's mixing function (OOPSLA 2014): a bijection of 64-bit integers."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    return x ^ (x >> 31)
 
 
 def mix(*values: int) -> int:
     """One 64-bit key from several integers; it depends on their order."""
-    key = np.zeros(1, np.uint64)
+    key = 0
     for value in values:
-        key = splitmix64(key ^ np.array([value % 2**64], np.uint64))
-    return int(key[0])
+        key = splitmix64(key ^ value % 2**64)
+    return key
 
 
 def permute(index: Int64, n: int, key: int) -> Int64:

@@ -6,10 +6,12 @@ The files are those that `ShardWriter` has written into the manifest's directory
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,11 @@ class TokenStream:
         self._shards, self.max_id, self._dtype = manifest.shards, manifest.max_id, manifest.dtype
         self.shares, self.n_vocab = manifest.shares, manifest.n_vocab
         shards, paths = self._shards, [shard.path for shard in self._shards]
-        self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
+        self._starts = [*accumulate((shard.tokens for shard in shards), initial=0)]
         self._file = lru_cache(OPEN_FILES)(lambda shard: paths[shard].open("rb", buffering=0))
         # Identifies the data of a run, independent of paths.
         self.hash = hashlib.sha256("".join(shard.identity for shard in shards).encode()).hexdigest()
-        self._tokens = int(self._starts[-1])
+        self._tokens = self._starts[-1]
         if max_tokens is not None:
             self._tokens = min(self._tokens, max_tokens)
 
@@ -58,9 +60,9 @@ class TokenStream:
             raise IndexError(f"tokens [{start}, {start + count}) are outside the stream of {self._tokens} tokens")
         parts = []
         while count:
-            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-            here = min(count, int(self._starts[shard + 1]) - start)
-            parts.append(self._pread(shard, start - int(self._starts[shard]), here))
+            shard = bisect_right(self._starts, start) - 1
+            here = min(count, self._starts[shard + 1] - start)
+            parts.append(self._pread(shard, start - self._starts[shard], here))
             start, count = start + here, count - here
         return np.frombuffer(b"".join(parts), self._dtype)
 

@@ -1,10 +1,10 @@
 """`python -m gptexp.run RUN_DIR`: one rank, started by gptexp's own launcher. Installs signals before torch loads."""
 
-import gc
 import os
 import sys
 from pathlib import Path
 
+from gptexp.process.imports import permanent
 from gptexp.process.signals import PARENT, StopRequest, die_with_parent
 
 
@@ -13,8 +13,8 @@ def main() -> None:
     stop = StopRequest()
     stop.install(ignore_sigint=True)  # the parent handles Ctrl-C, also before torch is imported
     die_with_parent(int(os.environ[PARENT]))
-    gc.disable()  # as in `run`: the next line imports torch
-    from gptexp.run.rank import run_launched
+    with permanent():
+        from gptexp.run.rank import run_launched  # imports torch
 
     run_launched(Path(sys.argv[1]), stop)
 

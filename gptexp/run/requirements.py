@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import ConfigError, UserError
+from gptexp.process.imports import permanent
 from gptexp.run.harness import ask_lm_eval, tasks_of_lm_eval
 
 
@@ -25,7 +26,8 @@ def require_devices(configs: Sequence[Config]) -> None:
     """Raise `ConfigError` if a config names a device that this machine does not have."""
     for config in configs:
         if config.train.device in ("cuda", "mps"):
-            from gptexp.machine.device import check_device  # imports torch
+            with permanent():
+                from gptexp.machine.device import check_device  # imports torch
 
             size = config.world.size or 1
             check_device(config.train.device, Rank(size - 1, size, size - 1, size))

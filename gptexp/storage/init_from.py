@@ -15,6 +15,7 @@ from gptexp.config.transformers_json import CONFIG_JSON, checked_model, read_con
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, padding_multiple
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.fields import AUTO
+from gptexp.process.imports import permanent
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.reader import read_json
@@ -150,7 +151,8 @@ def _of_transformers(directory: Path) -> ModelConfig:
 
 
 def _of_nanogpt(path: Path) -> ModelConfig:
-    from gptexp.storage.weight_files import read_nanogpt  # imports torch, for which other checks do not wait
+    with permanent():
+        from gptexp.storage.weight_files import read_nanogpt  # imports torch, for which other checks do not wait
 
     args, _ = read_nanogpt(path, "meta")
     sizes = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}

@@ -26,11 +26,11 @@ from omegaconf import DictConfig, open_dict
 
 from gptexp.config.branching import Parent, first_tokens
 from gptexp.config.compose import job_of, take_choices, to_config
-from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import Config, fields_of, hashed, result_deciding
 from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
+from gptexp.config.spelling import as_typed
 from gptexp.config.vocabulary import NAMES, with_vocab_size
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size

@@ -16,6 +16,7 @@ from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from gptexp.process.imports import permanent
 from gptexp.sweep.cells import PLUGINS, Draft, draft_cells, name_sweep
 from gptexp.sweep.jobs import SubmititLauncher
 from gptexp.sweep.launchers import CellLauncher, Places
@@ -81,7 +82,8 @@ def _register(sweeper: str) -> None:
         OptunaSweeper,
     ]
     if sweeper.endswith(".TuneSweeper"):
-        from gptexp.sweep.tune import TuneSweeper  # imports scipy
+        with permanent():
+            from gptexp.sweep.tune import TuneSweeper  # imports scipy
 
         known.append(TuneSweeper)
     for plugin in known:

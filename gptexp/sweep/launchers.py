@@ -20,6 +20,7 @@ from gptexp.distributed.ranks import AT_ONCE, launcher_rank
 from gptexp.model.gpus import largest_of
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import AUTO
+from gptexp.process.imports import permanent
 from gptexp.process.signals import start_a_run
 from gptexp.process.words import counted
 from gptexp.run.own_process import resume_command
@@ -173,14 +174,16 @@ def refuse_too_large(configs: Sequence[Config], kinds: Iterable[str]) -> None:
     Refuses nothing if the memory of one kind is unknown.
     """
     if configs and (gpu := largest_of(kinds)) is not None:
-        from gptexp.machine import gpu_memory  # imports torch
+        with permanent():
+            from gptexp.machine import gpu_memory  # imports torch
 
         gpu_memory.refuse_too_large(configs, gpu)
 
 
 def visible_gpus() -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them; empty without a GPU."""
-    import torch  # here, because a sweep's parent starts without torch
+    with permanent():
+        import torch  # here, because a sweep's parent starts without torch
 
     count = torch.cuda.device_count()
     named = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]

@@ -14,8 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from gptexp.config.overrides import canonical, parse_override
+from gptexp.config.overrides import parse_override
 from gptexp.config.schema import fields_by_key, kinds_of
+from gptexp.config.spelling import canonical
 from gptexp.process.errors import ConfigError
 
 DIGITS = 4  # significant digits of a value drawn from an interval; few, as the value appears in a directory name

@@ -26,6 +26,7 @@ from gptexp.config.schema import Config, LogConfig, memory_key
 from gptexp.distributed.ranks import count_cores, launcher_rank
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.fields import LIMIT, parse_count
+from gptexp.process.imports import permanent
 from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
 from gptexp.process.terminal import for_people, leave_terminal, say, terminal_width, warn
 from gptexp.process.words import counted, duration, shown
@@ -503,7 +504,8 @@ def _report(directory: Path, log: LogConfig) -> "Report | None":
             show(report, terminal_width())
     say(f"--- {files[0]}")
     if log.wandb.mode != "disabled":
-        from gptexp.loggers.wandb import log_report  # imports torch
+        with permanent():
+            from gptexp.loggers.wandb import log_report  # imports torch
 
         log_report(log, directory, directory.name, files)
     return report

@@ -20,6 +20,7 @@ from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.distributed.ranks import count_cores
 from gptexp.model.flops import flops_per_token
+from gptexp.process.imports import permanent
 from gptexp.run.observe import quiet, steps_of
 from gptexp.run.preloaded import Forked
 from gptexp.storage import run_dir
@@ -142,9 +143,10 @@ def fastest(configs: Sequence[Config], fork: Fork, is_stopped: Callable[[], bool
 
 def _pays(configs: Sequence[Config], best: Runs, at_once: int) -> bool:
     """Whether `at_once` runs fit into the memory, and a trial against the `best` takes a small share of the sweep."""
-    import torch
+    with permanent():
+        import torch
 
-    from gptexp.machine.device import free_memory
+        from gptexp.machine.device import free_memory
 
     steps = best.events()[0]
     step_s = min(step[Metric.STEP_MS] for step in steps) / 1e3

@@ -46,7 +46,7 @@ from gptexp.reporting.statistics.tuning import (
     next_law_steps,
     next_steps,
 )
-from gptexp.reporting.words.finding import NARROWEST_WITHIN
+from gptexp.reporting.words.thresholds import NARROWEST_WITHIN
 from gptexp.storage import run_dir
 from gptexp.storage.search_log import SearchLog, read_events
 from gptexp.sweep.cells import PLUGINS, Cell, Draft, confounds, draft_cells, settle

@@ -9,10 +9,10 @@ from sweeps import compose_sweep
 
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
-from gptexp.config.overrides import MAY_BE_NULL, NULL, as_typed, canonical
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
+from gptexp.config.spelling import MAY_BE_NULL, NULL, as_typed, canonical
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name
 

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from sweeps import compose_sweep
 
 from gptexp.config.compose import compose, composition, hydra_engine
-from gptexp.config.overrides import as_typed, canonical
 from gptexp.config.schema import every_key, fields_of
+from gptexp.config.spelling import as_typed, canonical
 from gptexp.optim import OPTIMIZERS
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import command, fixed_arguments, name_sweep, settle

@@ -1,16 +1,19 @@
 """From shards to micro-batches: equal windows at every micro-batch and world size, and held-out validation."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scalar_order import ScalarOrder, mix
 from texts import ids_of, text_config
 
 from gptexp.config.batch import BatchPlan, plan_batch
 from gptexp.config.run_plan import PlannedStep
 from gptexp.data.loader import fingerprint, micro_batches, open_dataset, val_batches
 from gptexp.data.prepare import prepare
+from gptexp.data.shards import ShardWriter
 from gptexp.process.errors import DataError
 
 
@@ -49,6 +52,32 @@ def test_a_step_has_the_same_tokens_at_every_micro_batch_and_world_size(corpus: 
         assert torch.equal(inputs, reference)
         assert others == prints
     assert len(set(prints)) == 6
+
+
+@pytest.mark.parametrize("offset", ["fixed", "per_epoch"])
+def test_a_large_stream_is_read_as_scalar_arithmetic_says(tmp_path: Path, offset: str) -> None:
+    """Three ranks around the end of an epoch, each with more windows than are found at once, in three files."""
+    t, n = 2, 70_001  # of so many windows the order is not a stored permutation
+    ids = np.random.default_rng(0).integers(0, 50257, n * t + 1).astype("<u2")
+    with ShardWriter(tmp_path / "s", 50257, {}, tokens_per_shard=50_000) as writer:
+        writer.append(ids)
+    data = text_config(tmp_path, val_tokens=64 * t, offset=offset)
+    dataset = open_dataset(data, (tmp_path / "s", None), t, 1337)
+    order = ScalarOrder(n, 64, 1337, shifted=offset == "per_epoch")
+    plan = plan_batch(8 * t * 2 * 3, 8, t, 3)  # 48 sequences
+    first = len(order.windows) // 48 - 140
+    for rank in range(3):
+        batches = micro_batches(dataset, planned(plan, first + 280, first), rank, torch.device("cpu"))
+        for number, batch in enumerate(batches):
+            step, micro_batch = first + number // 2, 2 * rank + number % 2
+            starts = [order.start(48 * step + 8 * micro_batch + i, t) for i in range(8)]
+            rows = [ids[start : start + t + 1] for start in starts]
+            assert batch.x.tolist() == [row[:-1].tolist() for row in rows]
+            assert batch.y.tolist() == [row[1:].tolist() for row in rows]
+            hashes = [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
+            assert batch.fingerprint == sum(hashes) % 2**64
+            assert batch.dropout_seed == mix(1337, step, micro_batch)
+        assert number == 559
 
 
 def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None:

@@ -5,6 +5,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import scalar_order
+from scalar_order import ScalarOrder
 from scipy import stats
 
 from gptexp.config.batch import plan_batch
@@ -156,6 +158,25 @@ def test_offsets_do_not_change_between_versions() -> None:
     order = Order(1000, 50, seed=1337, shuffled=True, shifted=True)
     assert [order.offset(epoch, 256) for epoch in range(6)] == [18, 112, 52, 96, 208, 50]
     assert order.train_starts(np.array([0, 1, 2000, 10**12]), 256).tolist() == [185106, 161810, 89396, 103404]
+
+
+@pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
+@pytest.mark.parametrize(("shuffled", "shifted"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("n", "n_val"), [(FEISTEL, 512), (4**9, 100), (4**9 + 40, 0), (1000, 50)])
+def test_the_order_is_that_of_scalar_arithmetic(n: int, n_val: int, seed: int, shuffled: bool, shifted: bool) -> None:
+    """At ends of epochs, in between, and after two cycles of offsets."""
+    order, reference = Order(n, n_val, seed, shuffled, shifted), ScalarOrder(n, n_val, seed, shuffled, shifted)
+    assert order.n_train == len(reference.windows)
+    epochs = np.array([1, 2, 3, 128, 10**6])
+    ends = (epochs[:, None] * order.n_train + np.arange(-20, 20)).ravel()
+    drawn = np.random.default_rng(0).integers(0, 3 * order.n_train, 200)
+    samples = np.concatenate([np.arange(40), ends, drawn])
+    assert order.train_starts(samples, 64).tolist() == [reference.start(sample, 64) for sample in samples.tolist()]
+
+
+@pytest.mark.parametrize("values", [(), (0,), (2**64 - 1,), (1337, 0), (0, 1337), (2**63 - 1, 10**12, 5)])
+def test_a_key_is_that_of_scalar_arithmetic(values: tuple[int, ...]) -> None:
+    assert mix(*values) == scalar_order.mix(*values)
 
 
 def test_without_a_shift_the_windows_are_those_of_the_fixed_grid() -> None:

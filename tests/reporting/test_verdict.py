@@ -23,8 +23,8 @@ from gptexp.reporting.page.cells_table import cells_table
 from gptexp.reporting.page.report import build_report
 from gptexp.reporting.statistics.analysis import analyse
 from gptexp.reporting.words.answers import NOTHING, Answer, answers_of, table_of_answers
-from gptexp.reporting.words.finding import WITHIN
 from gptexp.reporting.words.proposals import Proposal, proposals
+from gptexp.reporting.words.thresholds import WITHIN
 from gptexp.reporting.words.verdict import verdict as of_runs
 from gptexp.storage import run_dir
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord

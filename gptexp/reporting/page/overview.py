@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
-from gptexp.config.overrides import as_typed
 from gptexp.config.paths import config_flags
+from gptexp.config.spelling import as_typed
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
 from gptexp.reporting.listings.progress import Progress, by_status, not_started, time_left

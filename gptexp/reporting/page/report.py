@@ -16,8 +16,9 @@ from gptexp.reporting.listings.search import Place, SearchHistory, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
 from gptexp.reporting.words.answers import Answer, answers_of
-from gptexp.reporting.words.finding import BEHIND_NATS, WITHIN, Verdict
+from gptexp.reporting.words.finding import Verdict
 from gptexp.reporting.words.proposals import Proposal, merged, proposals
+from gptexp.reporting.words.thresholds import BEHIND_NATS, WITHIN
 from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord

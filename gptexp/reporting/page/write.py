@@ -26,8 +26,8 @@ from gptexp.reporting.page.report import Report, build_report, key_of
 from gptexp.reporting.statistics.analysis import Arm
 from gptexp.reporting.statistics.arms import transfers
 from gptexp.reporting.words.answers import NOTHING, TEXTS, table_of_answers
-from gptexp.reporting.words.finding import BEHIND_NATS
 from gptexp.reporting.words.sharpness import at_best_lr
+from gptexp.reporting.words.thresholds import BEHIND_NATS
 from gptexp.storage import run_dir
 
 # Columns that are left out first on a narrow terminal, in this order.

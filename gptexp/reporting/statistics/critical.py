@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy import optimize
+import scipy
 
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.noise import LEVEL, f_tail, t_quantile
@@ -73,7 +73,7 @@ def critical_batch_size(steps: Mapping[int, float]) -> Critical:
     lowest, highest = math.log2(sizes[0]) - OCTAVES_BEYOND, math.log2(sizes[-1]) + OCTAVES_BEYOND
     best = float(np.clip(math.log2(crit), lowest, highest))
     low, high = (
-        2.0 ** optimize.brentq(excess, *sorted((best, end))) if excess(end) > 0 > excess(best) else None
+        2.0 ** scipy.optimize.brentq(excess, *sorted((best, end))) if excess(end) > 0 > excess(best) else None
         for end in (lowest, highest)
     )
     *_, cost_with_exponent = _fit(sizes, s, with_exponent=True)
@@ -100,7 +100,7 @@ def _fit(sizes: Array, s: Array, with_exponent: bool) -> tuple[float, float, flo
         return np.asarray(parameters[0] + np.logaddexp(0, p * (parameters[1] - np.log(sizes))) - np.log(s))
 
     start = [math.log(s.min()), math.log((sizes * s).min() / s.min()), *([1.0] if with_exponent else [])]
-    fit = optimize.least_squares(residuals, start, x_scale="jac")
+    fit = scipy.optimize.least_squares(residuals, start, x_scale="jac")
     return math.exp(fit.x[0]), math.exp(fit.x[1]), float(fit.cost)
 
 

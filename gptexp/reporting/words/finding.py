@@ -11,10 +11,7 @@ from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.noise import LEVEL
 from gptexp.reporting.statistics.posterior import interval
 
-WITHIN = 0.5  # an interval with at most so many octaves on each side is narrow enough, unless asked otherwise
-NARROWEST_WITHIN = 0.06  # no interval is narrower than 0.1 octaves, and a search stops at 0.9 times what is asked
 OF_LOWEST = "The 95% intervals are corrected for choosing the lowest."
-BEHIND_NATS = 0.05  # an arm is behind if its loss is higher by this, unless asked otherwise; see `arms.falls_behind`
 MOST_SEEDS = 50  # a difference that takes more of them per cell is too small to matter
 
 

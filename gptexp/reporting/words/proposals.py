@@ -21,7 +21,8 @@ from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
 from gptexp.reporting.statistics.tuning import REACH, SMALLEST_GAIN, WIDEST, covariance
-from gptexp.reporting.words.finding import WITHIN, sizes, tokens
+from gptexp.reporting.words.finding import sizes, tokens
+from gptexp.reporting.words.thresholds import WITHIN
 from gptexp.storage.sweep_record import SweepRecord
 
 _, BATCH, _ = AXES

@@ -12,7 +12,6 @@ from gptexp.reporting.statistics.noise import POWER, seeds_needed
 from gptexp.reporting.statistics.noise_scale import FACTOR, at_the_end, in_words, lowest_measured
 from gptexp.reporting.words.arms_in_words import arms_in_words
 from gptexp.reporting.words.finding import (
-    BEHIND_NATS,
     OF_LOWEST,
     Finding,
     Verdict,
@@ -23,6 +22,7 @@ from gptexp.reporting.words.finding import (
     tokens,
 )
 from gptexp.reporting.words.sharpness import sharpness_in_words
+from gptexp.reporting.words.thresholds import BEHIND_NATS
 from gptexp.storage import run_dir
 
 CORRECTED = (
