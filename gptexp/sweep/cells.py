@@ -194,10 +194,10 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     """
     refuse_illegal([(draft.title, draft.problems) for draft in drafts])
     cells: dict[str, Cell] = {}
-    existing = _names_by_hash(directory)
+    names = CellNames(directory)
     for draft in drafts:
         assert draft.config is not None
-        name = _cell_name(draft.config, draft.values, existing)
+        name = names.name(draft.config, draft.values)
         check_same(directory / name, draft.config)
         cell = Cell(draft.compose, draft.config, (directory / name).absolute(), draft.values)
         cells.setdefault(name, cell)
@@ -230,36 +230,42 @@ def cell_name(config: Config, swept: dict[str, str], directory: Path) -> str:
     values, so 6e-4 and 0.0006 are one cell. In place of the paths of corpus and tokenizer it covers the hash of the
     tokens, and in place of `branch_from` the hash of the checkpoint.
     """
-    return _cell_name(config, swept, _names_by_hash(directory))
+    return CellNames(directory).name(config, swept)
 
 
-def _names_by_hash(directory: Path) -> dict[str, str]:
-    """The hash of each cell below `directory`, with the first of the names that end in it."""
-    names = sorted((path.name for path in directory.glob("*")), reverse=True)
-    return {name[-HASH_CHARS:]: name for name in names if CELL.fullmatch(name)}
+class CellNames:
+    """Names the cells below `directory` as `cell_name` does, and looks at the directory and at each text once."""
 
+    def __init__(self, directory: Path) -> None:
+        names = sorted((path.name for path in directory.glob("*")), reverse=True)
+        self._names = {name[-HASH_CHARS:]: name for name in names if CELL.fullmatch(name)}  # the first for each hash
+        self._texts: dict[str, str] = {}  # section `data` of a config -> what identifies its tokens
 
-def _cell_name(config: Config, swept: dict[str, str], existing: dict[str, str]) -> str:
-    config = _with_known_vocab_size(config)
-    composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
-    # Groups and paths stay as typed: a composed group is no single value, and a composed path is absolute.
-    as_typed = ("data.path", "data.val_path", "data.mix", "data.tokenizer")
-    values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
-    others = {key: value for key, value in values.items() if key not in deciding}
-    if config.data.tokenizer not in NAMES:
-        deciding["data.tokenizer"] = "a file"
-    if (parent := branch.find(config.branch_from)) is not None:
-        deciding["branch_from"] = parent.identity
-        others.pop("branch_from", None)
-        if "branch_from" in values:
-            values["branch_from"] = parent.short_name
-    identity = {**hashed(deciding), "data": _data_identity(config), "swept": others}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:HASH_CHARS]
-    if digest in existing:
-        return existing[digest]
-    readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
-    name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
-    return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)
+    def name(self, config: Config, swept: dict[str, str]) -> str:
+        config = _with_known_vocab_size(config)
+        composed, deciding = {key: value for key, _, value in fields_of(config)}, result_deciding(config)
+        # Groups and paths stay as typed: a composed group is no single value, and a composed path is absolute.
+        as_typed = ("data.path", "data.val_path", "data.mix", "data.tokenizer")
+        values = {key: text if key in as_typed else composed.get(key, text) for key, text in swept.items()}
+        others = {key: value for key, value in values.items() if key not in deciding}
+        if config.data.tokenizer not in NAMES:
+            deciding["data.tokenizer"] = "a file"
+        if (parent := branch.find(config.branch_from)) is not None:
+            deciding["branch_from"] = parent.identity
+            others.pop("branch_from", None)
+            if "branch_from" in values:
+                values["branch_from"] = parent.short_name
+        text = repr(config.data)
+        if text not in self._texts:
+            self._texts[text] = _data_identity(config)
+        identity = {**hashed(deciding), "data": self._texts[text], "swept": others}
+        serialised = json.dumps(identity, sort_keys=True, default=str)
+        digest = hashlib.sha256(serialised.encode()).hexdigest()[:HASH_CHARS]
+        if digest in self._names:
+            return self._names[digest]
+        readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
+        name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
+        return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)
 
 
 def _with_known_vocab_size(config: Config) -> Config:
