@@ -223,7 +223,8 @@ def test_a_cell_is_composed_as_by_hydra() -> None:
             theirs = engine.config_loader.load_sweep_config(sweep, overrides)
             ours = compositions.cell(overrides)
             plain = [OmegaConf.to_container(cfg, resolve=False) for cfg in (ours, theirs)]
-            assert plain[0] == plain[1]
+            passing = [compositions.cell(others, is_passing=True) for others in (overrides, CELLS[0], overrides)][-1]
+            assert plain[0] == plain[1] == OmegaConf.to_container(passing, resolve=False)
             assert [OmegaConf.is_struct(cfg) for cfg in (ours, ours.hydra)] == [True, True]
         assert len(compositions.shared) == 7
 
