@@ -110,7 +110,8 @@ class Compositions:
         if others not in self.shared:
             self.shared[others] = self.loader.load_sweep_config(self.sweep, list(others))
         values = [override for override in parsed.values() if _is_value(override)]
-        if is_passing:
+        merges = any(isinstance(override.value(), dict) for override in values)  # with the mapping of an earlier cell
+        if is_passing and not merges:
             keys = (*others, *(override.key_or_group for override in values))
             if keys not in self.passing:
                 self.passing[keys] = copy.deepcopy(self.shared[others])
