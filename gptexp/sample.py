@@ -60,9 +60,9 @@ def main(argv: list[str] | None = None) -> None:
 
     with permanent():
         from gptexp.model.generate import Sampling, stream
-        from gptexp.run.load import load_run
+        from gptexp.run.load import load_for_inference
 
-    model, tokenizer, _ = load_run(directory, args.ema, step)
+    model, tokenizer = load_for_inference(directory, args.ema, step)
     how = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     if args.interactive:
         _converse(lambda text, n: stream(model, tokenizer, text, args.num_samples, replace(how, seed=how.seed + n)))

@@ -1,12 +1,14 @@
 """Text generation: the prompt's keys and values are computed once; then each step adds a token to every sample."""
 
 import codecs
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from gptexp.data.tokenizer import Tokenizer, document_start
 from gptexp.model.gpt import GPT, LayerCache
@@ -22,6 +24,45 @@ class Sampling:
     top_k: int = 50  # number of most likely tokens to sample from; 0: all
     top_p: float = 1.0  # of those, only the most likely that together have this share of their probability; 1: all
     seed: int = 0
+
+
+class InferenceLinear(nn.Module):
+    """A linear layer in `dtype`, with weights that are converted once, where autocast converts them every time.
+
+    On a CPU, products of few rows in float32 take up to half the time with a weight that is in memory as (in, out).
+    `precision` is torch's, of products in float32. It is not for attention: at "medium", which takes a third of the
+    time for this layer on an AMD CPU, a query with 256 keys takes 0.3 ms, and 0.03 at "highest" (torch 2.13).
+    """
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype, precision: str) -> None:
+        super().__init__()
+        weight = layer.weight.detach().to(dtype)  # (out, in)
+        self.weight = weight.t().contiguous().t() if weight.is_cpu and dtype == torch.float32 else weight
+        self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)
+        self.precision = precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        finally:  # Ctrl-C ends a continuation, but not the program
+            torch.set_float32_matmul_precision(before)
+
+
+def for_inference(model: GPT, dtype: torch.dtype, precision: str) -> GPT:
+    """Return a copy of `model`, in eval mode, with which tokens are generated faster. It has no loss.
+
+    Its logits are those of `model` under autocast to `dtype`, up to rounding; in float32, linear layers have torch's
+    matmul `precision`. They have weights of their own, so the output layer is no longer tied to wte; all other weights
+    are shared. `model` must not be split over ranks.
+    """
+    copied = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+    for parent in list(copied.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, InferenceLinear(layer, dtype, precision))
+    return copied
 
 
 def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:

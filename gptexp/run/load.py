@@ -13,10 +13,11 @@ from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
-from gptexp.machine.device import pick_device
+from gptexp.machine.device import has_native_bfloat16, pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.flops import count_parameters
+from gptexp.model.generate import for_inference
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
 from gptexp.process.errors import ConfigError, DataError
@@ -107,6 +108,18 @@ def load_run(
     path, step = one_checkpoint(str(directory), None if checkpoint is None else str(checkpoint), ema)
     run = load_checkpointed(path, ema, step)
     return run.model, load_tokenizer(run.config.data.tokenizer, path), run.config
+
+
+def load_for_inference(directory: Path | str, averaged: bool, step: int | None) -> tuple[GPT, Tokenizer]:
+    """Return a model to generate text with, which computes as the run did, and the run's tokenizer.
+
+    If this device would have to emulate bfloat16, the model computes in float32. Arguments and errors are those of
+    `load_checkpointed`; raises `DataError` if the tokenizer cannot be downloaded.
+    """
+    run = load_checkpointed(directory, averaged, step)
+    dtype = getattr(torch, run.effective.dtype.value) if has_native_bfloat16(run.device) else torch.float32
+    model = for_inference(run.model, dtype, run.effective.matmul_precision.value)
+    return model, load_tokenizer(run.config.data.tokenizer, Path(directory))
 
 
 def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokenizer]:

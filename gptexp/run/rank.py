@@ -36,12 +36,13 @@ from gptexp.machine.cpu import flush_denormals
 from gptexp.machine.device import device_name, pick_device
 from gptexp.machine.effective import (
     apply,
+    forward_context,
     load_effective,
     save_effective,
     step_context,
 )
 from gptexp.machine.resolve import resolve
-from gptexp.model.generate import Sampling, complete
+from gptexp.model.generate import Sampling, complete, for_inference
 from gptexp.process.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
@@ -285,7 +286,7 @@ def train(job: Job, prepared: Prepared, decision: Decision, built: Built) -> Out
     # The ranks of a split model sample together, all the same text.
     if job.cfg.log.sample_tokens and (job.rank.is_main or built.training.step.parameters.split):
         with weights_for_use(built.training.step.optimizer):
-            _sample(job, built, state)
+            _sample(job, decision, built, state)
     return Outcome("completed", 0)
 
 
@@ -316,19 +317,23 @@ def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> No
         )
 
 
-def _sample(job: Job, built: Built, state: TrainState) -> None:
+def _sample(job: Job, decision: Decision, built: Built, state: TrainState) -> None:
     """Log a generated text. An error is only printed: the run is completed and saved."""
     how, tokenizer, problem = Sampling(job.cfg.log.sample_tokens, seed=job.cfg.train.seed), None, None
+    gpt, split, effective = built.training.gpt, built.training.step.parameters.split, decision.effective
     try:
         tokenizer = load_tokenizer(job.cfg.data.tokenizer, job.directory)
     except Exception as error:
         problem = error
     # If one of several ranks that sample together cannot, none tries: the others would wait for it.
-    if not all(gather(problem is None) if built.training.step.parameters.split else [problem is None]):
+    if not all(gather(problem is None) if split else [problem is None]):
         tokenizer = None
     try:
         if tokenizer is not None:
-            [text] = complete(built.training.gpt, tokenizer, "", 1, how)
+            dtype, precision = getattr(torch, effective.dtype.value), effective.matmul_precision.value
+            model = gpt if split else for_inference(gpt, dtype, precision)
+            with forward_context(effective)() if split else nullcontext():
+                [text] = complete(model, tokenizer, "", 1, how)
             built.log.sample(state, text)
     except Exception as error:
         problem = error

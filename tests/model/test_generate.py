@@ -5,20 +5,23 @@ The judges are whole forward passes, one for each token, and numpy.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import stats
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model import generate as module
-from gptexp.model.generate import Sampling, complete, generate, sample, stream
+from gptexp.model.generate import Sampling, complete, for_inference, generate, sample, stream
 from gptexp.model.gpt import GPT
 from gptexp.process.errors import UserError
 
 N_VOCAB, BLOCK = 20, 16
 NEVER = -1  # an id that ends no sample
+PRECISION = "highest"
 
 
 def spread_model(seed: int = 0, bias: bool = True) -> GPT:
@@ -59,18 +62,26 @@ def autocast(dtype: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
+def rms(errors: torch.Tensor) -> float:
+    return float(errors.pow(2).mean().sqrt())
+
+
 # A cache that fills up at once, soon, exactly at the end or never, and prompts that fill or exceed a block.
 @pytest.mark.parametrize(("length", "new"), [(1, 1), (1, 16), (1, 15), (3, 30), (15, 5), (16, 3), (20, 3)])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_greedy_tokens_are_those_of_whole_passes(length: int, new: int, bias: bool, num_samples: int) -> None:
+@pytest.mark.parametrize("converted", [False, True])
+def test_greedy_tokens_are_those_of_whole_passes(
+    length: int, new: int, bias: bool, num_samples: int, converted: bool
+) -> None:
     for seed in range(3):
         model = spread_model(seed, bias)
         prompt = torch.randint(N_VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         wanted = list(prompt)
         for _ in range(new):
             wanted.append(int(model(torch.tensor([wanted[-BLOCK:]]))[0, -1, :N_VOCAB].argmax()))
-        columns = list(generate(model, prompt, N_VOCAB, NEVER, num_samples, Sampling(new, temperature=0)))
+        used = for_inference(model, torch.float32, PRECISION) if converted else model
+        columns = list(generate(used, prompt, N_VOCAB, NEVER, num_samples, Sampling(new, temperature=0)))
         assert columns == [[token] * num_samples for token in wanted[length:]]
         assert len({*wanted[length:]}) > 1 or new < 10  # a constant would prove little
 
@@ -89,7 +100,73 @@ def test_logits_with_a_cache_are_those_without(bias: bool, dtype: str, tolerance
             whole = model(texts)[:, length - 1 :]
             assert whole.abs().max() > 4
             torch.testing.assert_close(torch.stack(cached, dim=1), whole, rtol=0, atol=tolerance)
-            assert {layer.keys.dtype for layer in cache} == {getattr(torch, dtype)}
+            assert {layer.keys.dtype for layer in cache} == {torch.float32}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_for_inference_has_the_logits_of_training(bias: bool, dtype: torch.dtype) -> None:
+    """Of a whole pass in bfloat16 every bit. With a cache, they are as near to float32's as those of training are."""
+    model = spread_model(bias=bias)
+    texts = torch.randint(24, (4, BLOCK), generator=torch.Generator().manual_seed(1))
+    used = for_inference(model, dtype, PRECISION)
+    with torch.no_grad():
+        exact = model(texts)
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            whole = model(texts)
+        torch.testing.assert_close(used(texts), whole, rtol=0, atol=1e-4 if dtype == torch.float32 else 0)
+        error = max(1e-5, rms(whole - exact))
+        for length in range(1, BLOCK + 1):
+            cache = used.empty_cache(len(texts), BLOCK)
+            cached = [used.logits(texts[:, :length], cache)]
+            cached += [used.logits(texts[:, end : end + 1], cache) for end in range(length, BLOCK)]
+            assert rms(torch.stack(cached, dim=1) - exact[:, length - 1 :]) < 1.2 * error
+            assert {logits.dtype for logits in cached} == {dtype}
+
+
+@pytest.mark.parametrize("length", [1, 5, BLOCK + 4])
+def test_the_first_of_several_texts_is_that_of_one(length: int) -> None:
+    model, how = for_inference(spread_model(), torch.float32, PRECISION), Sampling(14, seed=3)
+    several, [first] = (list(zip(*generate(model, [7] * length, N_VOCAB, NEVER, n, how), strict=True)) for n in (4, 1))
+    assert several[0] == first
+    assert len({*several}) == 4
+
+
+def test_linear_layers_alone_have_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after Ctrl-C in one of them."""
+    before, seen = torch.get_float32_matmul_precision(), []
+    linear, attention = F.linear, F.scaled_dot_product_attention
+
+    def recorded_linear(*args: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        if len(seen) == 8:
+            raise KeyboardInterrupt
+        return linear(*args)
+
+    def recorded_attention(*args: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return attention(*args, **more)
+
+    monkeypatch.setattr(F, "linear", recorded_linear)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded_attention)
+    model = for_inference(spread_model(), torch.float32, "high")
+    with pytest.raises(KeyboardInterrupt):
+        model.logits(torch.zeros(1, 3, dtype=torch.long))
+    assert seen == ["high", before, "high", "high", "high", "high", before, "high"]
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_model_for_inference_leaves_its_model_as_it_was() -> None:
+    model = spread_model().train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    used = for_inference(model, torch.bfloat16, PRECISION)
+    assert not used.training
+    assert used.wte.weight is model.wte.weight
+    list(generate(used, [1], N_VOCAB, NEVER, 1, Sampling(3)))
+    assert model.training
+    assert {type(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Parameter}
+    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
+    model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).backward()
 
 
 def test_greedy_tokens_in_bfloat16_are_the_most_likely_up_to_rounding() -> None:

@@ -13,6 +13,8 @@ from conftest import ForkServer, summary
 from real_runs import finished_run
 
 from gptexp import load_run
+from gptexp.model.generate import InferenceLinear
+from gptexp.run.load import load_for_inference
 
 
 @pytest.fixture
@@ -63,6 +65,26 @@ def test_a_loaded_model_returns_logits_and_loss(finished: Path) -> None:
     assert loss.shape == ()
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
     assert tokenizer.decode(x[0].tolist()) == "The cat sees bread."
+
+
+@pytest.mark.parametrize(("dtype", "native"), [("float32", True), ("bfloat16", True), ("bfloat16", False)])
+def test_a_model_to_sample_with_computes_as_the_run_did(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, native: bool
+) -> None:
+    """In bfloat16 to the bit, if the device has it, else in float32."""
+    monkeypatch.setattr("gptexp.run.load.has_native_bfloat16", lambda _: native)
+    shutil.copytree(finished, tmp_path / "run")
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config["train"].update(dtype=dtype, matmul_precision="high")
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
+    model, tokenizer = load_for_inference(tmp_path / "run", False, None)
+    assert {m.precision for m in model.modules() if isinstance(m, InferenceLinear)} == {"high"}
+    x = torch.tensor([tokenizer.encode_ordinary("The cat sees bread.")])
+    low = dtype == "bfloat16" and native
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
+        expected = load_run(tmp_path / "run")[0](x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0 if low else 1e-5)
 
 
 def test_of_a_sweep_its_best_run_is_loaded(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

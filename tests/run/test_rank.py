@@ -17,6 +17,7 @@ from conftest import ROOT, events, summary
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
 from gptexp.distributed.ranks import Rank
+from gptexp.model.gpt import GPT
 from gptexp.process.signals import REASONS, StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
@@ -130,6 +131,22 @@ def test_a_run_whose_sample_fails_is_completed(
     assert train(compose([*tiny, "log.sample_tokens=4"]), tmp_path) == 0
     assert "gptexp: sampling failed: UnicodeEncodeError" in capsys.readouterr().err
     assert summary(tmp_path)["status"] == "completed"
+
+
+def test_the_sample_is_computed_in_the_type_of_the_run(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[torch.dtype] = []
+
+    def recorded(model: GPT, *_: object) -> list[str]:
+        used.append(model.logits(torch.zeros(1, 4, dtype=torch.long)).dtype)
+        return ["a text"]
+
+    monkeypatch.setattr("gptexp.run.rank.complete", recorded)
+    for dtype in ("float32", "bfloat16"):
+        assert train(compose([*tiny, "log.sample_tokens=4", f"train.dtype={dtype}"]), tmp_path / dtype) == 0
+        assert [event["text"] for event in events(tmp_path / dtype, "sample")] == ["a text"]
+    assert used == [torch.float32, torch.bfloat16]
 
 
 def test_garbage_collection_is_off_until_the_first_step_is_done(tiny: list[str], tmp_path: Path) -> None:

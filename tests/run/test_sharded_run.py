@@ -73,3 +73,11 @@ def test_a_run_logs_saves_and_samples_the_same(
     assert curves(tmp_path / split) == pytest.approx(expected, rel=1e-5)
     assert summary(tmp_path / split)["status"] == "completed"
     assert (checkpoints / "step-00000008" / "optimizer.safetensors").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_split_model_samples_in_the_type_of_the_run(gptexp: Gptexp, tiny: list[str], dtype: str) -> None:
+    _, done = trained(gptexp, tiny, "split", "world.sharding=full", f"train.dtype={dtype}")
+    assert "sampling failed" not in done.stderr
+    assert sample_of(done.stdout).strip()
