@@ -221,7 +221,7 @@ def test_the_collectives_of_a_step_are_as_large_at_any_number_of_ranks(
     steps = [[found[world_size, step] for world_size in WORLDS] for step in (1, 2, 3)]
     assert all(of_1024 == of_4096 for of_1024, of_4096 in steps)  # in the second one DDP agrees on its buckets
     # Beside the gradients, which a hook reduces: the slowest rank, and all other numbers.
-    assert steps[2][0] == [("allreduce_", 1), ("allreduce_", 18)]
+    assert steps[2][0] == [("allreduce_", 1), ("allreduce_", 17)]
 
 
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
