@@ -148,14 +148,22 @@ def rank_index() -> int:
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
     """Sum `value` over the ranks in place and return it; without a process group, return it unchanged. *Collective.*"""
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value
+    return begin_all_reduce(value, dist.ReduceOp.SUM)()
 
 
-def begin_all_reduce_max(value: torch.Tensor) -> dist.Work | None:
-    """Begin to replace `value` by its largest over the ranks; None without a process group. *Collective.*"""
-    return dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+def begin_all_reduce(value: torch.Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], torch.Tensor]:
+    """Begin to reduce `value` over the ranks in place; `value` stays as it is without a process group. *Collective.*
+
+    Call the result to wait for the reduction and to get `value`. On a GPU only the device waits.
+    """
+    work = dist.all_reduce(value, op, async_op=True) if dist.is_initialized() else None
+
+    def reduced() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return value
+
+    return reduced
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:

@@ -147,7 +147,7 @@ def straggler(sum_ms: float, slowest_ms: float, slowest_rank: int, ranks: int) -
 
 def peak_memory_gib() -> float:
     """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

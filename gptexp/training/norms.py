@@ -25,8 +25,29 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].new_zeros(())
     if not tensors[0].is_cpu:
         return nn.utils.get_total_norm(tensors)
-    norms = _block_norms([_block_norms(tensors).double()])
-    total: Tensor = torch.linalg.vector_norm(norms)
+    return norm_of_norms(torch.cat([block_norms(tensor) for tensor in tensors]))
+
+
+def block_norms(tensor: Tensor) -> Tensor:
+    """Return the norms of the blocks of a float32 tensor, 1-dim; the last block may be shorter.
+
+    On a GPU the tensor is one block.
+    """
+    if not tensor.is_cpu:
+        return total_norm([tensor]).reshape(1)
+    rest = tensor.numel() % BLOCK
+    if 0 < rest < tensor.numel():
+        flat = tensor.flatten()
+        return torch.cat([block_norms(flat[:-rest]), block_norms(flat[-rest:])])
+    norms: Tensor = torch.linalg.vector_norm(tensor.reshape(-1, rest or BLOCK), dim=1)
+    return norms
+
+
+def norm_of_norms(norms: Tensor) -> Tensor:
+    """Return the norm of a tensor whose parts have the norms `norms`, 1-dim, float32. The result is 0-dim, float32."""
+    if len(norms) == 1:
+        return norms.squeeze()
+    total: Tensor = torch.linalg.vector_norm(block_norms(norms.double()) if norms.is_cpu else norms)
     return total.float()
 
 
@@ -35,19 +56,9 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
     The error is below 1e-6 times the product of the two norms, so the error of a cosine is below 1e-6.
     """
+    a, b = a.flatten(), b.flatten()
     size = CPU_CHUNK if a.is_cpu else GPU_CHUNK
-    chunks = zip(a.flatten().split(size), b.flatten().split(size), strict=True)
-    return torch.stack([(x * y).sum() for x, y in chunks]).double().sum().float()
-
-
-def _block_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norms of the blocks of all tensors, in their order, 1-dim; a tensor's last block may be shorter."""
-    norms = []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        whole = flat.numel() - flat.numel() % BLOCK
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, BLOCK), dim=1))
-        if whole < flat.numel():
-            norms.append(torch.linalg.vector_norm(flat[whole:], dim=0, keepdim=True))
-    return torch.cat(norms)
+    if len(a) <= size:  # most tensors of a small model, for which each operation counts
+        return (a * b).sum()
+    products = [(x * y).sum() for x, y in zip(a.split(size), b.split(size), strict=True)]
+    return torch.stack(products).double().sum().float()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gptexp.distributed.sharding import Parameters
-from gptexp.training.norms import dot, total_norm
+from gptexp.training.norms import block_norms, dot, norm_of_norms, total_norm
 
 
 class SmallGradients:
@@ -40,7 +40,7 @@ class SmallGradients:
         products: list[Tensor] = []
 
         def measure(number: int, gradient: Tensor) -> None:
-            norms.append(total_norm([gradient.float()]))  # gradients of a split model may be bfloat16
+            norms.append(block_norms(gradient.float()))  # gradients of a split model may be bfloat16
             if self._first and (first := self._first[number]) is not None:
                 products.append(dot(first, gradient))
 
@@ -55,7 +55,7 @@ class SmallGradients:
         elif self._first:
             self._product = torch.stack(products).sum() * divisor**2
         if with_hooks:
-            norm = total_norm(norms)
+            norm = norm_of_norms(torch.stack([norm_of_norms(of_blocks) for of_blocks in norms]))
             self._first = []
         else:
             norm = total_norm([gradient for gradient in self._first if gradient is not None])

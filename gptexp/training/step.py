@@ -81,19 +81,19 @@ class TrainStep:
             loss_sum = loss_sum + loss.detach()
             fingerprint += batch.fingerprint
             timer.mark(Metric.BACKWARD_MS)
-        grad_norm = self.parameters.norm(total_norm(self.parameters.gradients()))
-        if noise is not None:  # clipping then goes by the norm without noise, and scales gradient and noise alike
-            noise.add_to(self.parameters, grad_norm)
-        if self.grad_clip:
-            nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)
         report = StepReport(
             loss=torch.as_tensor(loss_sum / grad_accum_steps),
-            grad_norm=grad_norm,
             fingerprint=fingerprint % 2**64,
             stop_flags=None if self.stop is None else self.stop.flags(),
             small_gradients=None if probe.small_gradients is None else probe.small_gradients.measured(),
             slowest=probe.slowest,
         )
+        grad_norm = self.parameters.norm(total_norm(self.parameters.gradients()))
+        if noise is not None:  # clipping then goes by the norm without noise, and scales gradient and noise alike
+            noise.add_to(self.parameters, grad_norm)
+        if self.grad_clip:
+            nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)
+        report.complete(grad_norm)
         timer.mark(Metric.CLIP_MS)
         step_if(report.finite, self.optimizer)
         self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)

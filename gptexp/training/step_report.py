@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gptexp.distributed.group import all_reduce_sum, begin_all_reduce_max, rank_index, world_size
+from gptexp.distributed.group import begin_all_reduce, rank_index, world_size
 from gptexp.process.fields import MOST_RANKS
 from gptexp.process.signals import REASONS
 
@@ -53,29 +54,31 @@ class SlowestRank:
         packed = torch.tensor([round(1e3 * work_ms) * MOST_RANKS + rank_index()])
         if device.type == "cuda":
             packed = packed.pin_memory()
-        self._packed = packed.to(device, non_blocking=True)
-        self._reducing = begin_all_reduce_max(self._packed)
+        self._reduced = begin_all_reduce(packed.to(device, non_blocking=True), dist.ReduceOp.MAX)
 
     def read(self) -> Tensor:
         """Return the milliseconds and the rank, on the device."""
-        if self._reducing is not None:
-            self._reducing.wait()  # on a GPU only the device waits
-        return torch.cat([self._packed // MOST_RANKS / 1e3, self._packed % MOST_RANKS]).float()
+        packed = self._reduced()
+        return torch.cat([packed // MOST_RANKS / 1e3, packed % MOST_RANKS]).float()
 
 
 class StepReport:
     """The numbers of a step while a GPU still computes them. *Collective.*
 
-    Creating it queues the reduction and the copy to the host; `read` waits for them. One small float32 all-reduce, of
-    one size for any number of ranks, carries: the loss; the two numbers of `small_gradients`; whether the gradient norm
-    is non-finite; one flag per reason to stop; the fingerprint as eight bytes (their sums over the ranks are exact
-    integers); and, in a logged step, this rank's work.
+    Creating it begins the reduction, which takes place while the gradient is clipped; then `complete` waits for it and
+    queues the copy to the host, and `read` waits for the copy. One small float32 all-reduce, of one size for any number
+    of ranks, carries: the loss; the two numbers of `small_gradients`; one flag per reason to stop; the fingerprint as
+    eight bytes (their sums over the ranks are exact integers); and, in a logged step, this rank's work. The norm of the
+    gradient needs no reduction: all ranks have the same gradient.
     """
+
+    finite: Tensor  # whether loss and norm are finite; 0-dim, bool, on the device, equal on all ranks
+    _values: Tensor
+    _event: torch.cuda.Event | None = None
 
     def __init__(
         self,
         loss: Tensor,
-        grad_norm: Tensor,
         fingerprint: int,
         stop_flags: list[float] | None = None,  # one for each of `REASONS`: 1 if this rank has it, else 0
         small_gradients: Tensor | None = None,
@@ -86,14 +89,17 @@ class StepReport:
         host = torch.tensor([*stop_flags, *fingerprint.to_bytes(8, "little"), *work_ms], dtype=torch.float32)
         if loss.is_cuda:
             host = host.pin_memory()
-        norm = grad_norm.detach().reshape(1).float()
-        bad_norm = norm.isfinite().logical_not().float()
-        small = norm.new_zeros(2) if small_gradients is None else small_gradients
+        small = loss.new_zeros(2) if small_gradients is None else small_gradients
         mean_shares = torch.cat([loss.reshape(1), small]) / world_size()
-        reduced = all_reduce_sum(torch.cat([mean_shares, bad_norm, host.to(loss.device, non_blocking=True)]))
-        self.finite = reduced[0].isfinite() & (reduced[3] == 0)  # 0-dim, on the device: equal on all ranks
-        values = torch.cat([norm, reduced, *([] if slowest is None else [slowest.read()])])
-        self._event: torch.cuda.Event | None = None
+        numbers = torch.cat([mean_shares, host.to(loss.device, non_blocking=True)])
+        self._reduced = begin_all_reduce(numbers, dist.ReduceOp.SUM)
+        self._slowest = slowest
+
+    def complete(self, grad_norm: Tensor) -> None:
+        """Add the norm of the gradient, 0-dim, and queue the copy to the host."""
+        reduced, norm = self._reduced(), grad_norm.detach().float()
+        self.finite = 0 * reduced[0] * norm == 0  # fewer operations than `isfinite` of both
+        values = torch.cat([norm.reshape(1), reduced, *([] if self._slowest is None else [self._slowest.read()])])
         if values.is_cuda:
             self._values = torch.empty(values.shape, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
@@ -112,9 +118,10 @@ class StepReport:
             if time.monotonic() > deadline:
                 raise StepTimeout(f"the numbers of a step did not arrive within {timeout_s:g} s")
             time.sleep(POLL_S)
-        grad_norm, loss, small, cosine, bad_norms, *rest = self._values.tolist()
+        grad_norm, loss, small, cosine, *rest = self._values.tolist()
         flags, limbs, of_work = rest[: len(REASONS)], rest[len(REASONS) :][:8], rest[len(REASONS) + 8 :]
         work = Work(of_work[0], of_work[1], int(of_work[2])) if of_work else None
         asked = next((name for name, flag in zip(REASONS, flags, strict=True) if flag), None)
         fingerprint = sum(int(limb) << (8 * i) for i, limb in enumerate(limbs)) % 2**64
-        return Numbers(loss, grad_norm, math.isfinite(loss) and not bad_norms, asked, fingerprint, small, cosine, work)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        return Numbers(loss, grad_norm, finite, asked, fingerprint, small, cosine, work)

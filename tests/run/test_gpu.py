@@ -107,7 +107,8 @@ def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: 
 def test_waiting_for_a_gpu_that_does_not_answer_ends_after_the_timeout() -> None:
     one = torch.ones((), device="cuda")
     torch.cuda._sleep(2 * 10**9)  # about a second
-    report = StepReport(one, one, 7, [0.0] * len(REASONS))
+    report = StepReport(one, 7, [0.0] * len(REASONS))
+    report.complete(one)
     with pytest.raises(StepTimeout, match="did not arrive within"):
         report.read(timeout_s=0.05)
     assert report.read(timeout_s=60).fingerprint == 7

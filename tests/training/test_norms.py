@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptexp.training.norms import dot, total_norm
+from gptexp.training.norms import BLOCK, block_norms, dot, norm_of_norms, total_norm
 
 RIGHT = 1e-6  # relative error
 WTE = 50_257 * 768  # elements of GPT-2's largest tensor
@@ -60,6 +60,14 @@ def test_small_tensors_and_parts_of_tensors() -> None:
         assert dot(t, t).item() == pytest.approx(exact_dot(t, t), rel=RIGHT)
     columns = torch.randn(3000, 4).t()  # not contiguous
     assert total_norm([columns, columns[:2]]).item() == pytest.approx(exact_norm([columns, columns[:2]]), rel=RIGHT)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 2049, 1024 * 1024 + 1])
+def test_the_norms_of_blocks_and_of_the_tensor_that_they_form(size: int) -> None:
+    t = torch.randn(size)
+    norms = block_norms(t)
+    assert norms.tolist() == pytest.approx([exact_norm([block]) for block in t.split(BLOCK) if size], rel=RIGHT)
+    assert norm_of_norms(norms).item() == pytest.approx(exact_norm([t]), rel=RIGHT)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -1,6 +1,7 @@
 """Reading the numbers of a step: the host waits until the device has them, or until the timeout."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ class Event:
 
 
 def report_behind(event: Event) -> StepReport:
-    report = StepReport(torch.tensor(2.5), torch.tensor(1.0), 7, [0.0] * len(REASONS))
+    report = StepReport(torch.tensor(2.5), 7, [0.0] * len(REASONS))
+    report.complete(torch.tensor(1.0))
     report._event = event  # type: ignore[assignment]
     return report
 
@@ -49,6 +51,14 @@ def test_numbers_can_be_read_after_a_timeout() -> None:
     assert report.read(timeout_s=60).loss == 2.5
 
 
+@pytest.mark.parametrize("loss", [0.0, 2.5, math.nan, math.inf])
+@pytest.mark.parametrize("norm", [0.0, 1.0, 3e38, math.nan, math.inf])
+def test_a_step_is_finite_if_its_loss_and_its_norm_are(loss: float, norm: float) -> None:
+    report = StepReport(torch.tensor(loss), 7)
+    report.complete(torch.tensor(norm))
+    assert report.finite.item() is report.read().finite is (math.isfinite(loss) and math.isfinite(norm))
+
+
 # Three ranks report two logged steps. Each prints what it has read of the work of all.
 RANKS = """
 import json, os, sys
@@ -62,7 +72,9 @@ found = []
 for work_ms in ([10.0, 30.5, 12.25], [20.0, 10.0, 20.0]):
     slowest = SlowestRank(work_ms[rank], torch.device("cpu"))
     flags = [float(rank == 1)] + [0.0] * (len(REASONS) - 1)
-    numbers = StepReport(torch.tensor(3.0 * rank), torch.tensor(1.0), 7, flags, None, slowest).read()
+    report = StepReport(torch.tensor(3.0 * rank), 7, flags, None, slowest)
+    report.complete(torch.tensor(1.0))
+    numbers = report.read()
     found.append([numbers.work, numbers.loss, numbers.fingerprint, numbers.asked])
 print(json.dumps(found) + "\\n", end="", flush=True)
 dist.barrier()
