@@ -46,7 +46,12 @@ def norm_of_norms(norms: Tensor) -> Tensor:
     """Return the norm of a tensor whose parts have the norms `norms`, 1-dim, float32. The result is 0-dim, float32."""
     if len(norms) == 1:
         return norms.squeeze()
-    total: Tensor = torch.linalg.vector_norm(block_norms(norms.double()) if norms.is_cpu else norms)
+    if not norms.is_cpu:
+        total: Tensor = torch.linalg.vector_norm(norms)
+        return total
+    if len(norms) > BLOCK:
+        norms = block_norms(norms.double())
+    total = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return total.float()
 
 
@@ -55,9 +60,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
     The error is below 1e-6 times the product of the two norms, so the error of a cosine is below 1e-6.
     """
-    a, b = a.flatten(), b.flatten()
     size = CPU_CHUNK if a.is_cpu else GPU_CHUNK
-    if len(a) <= size:  # most tensors of a small model, for which each operation counts
+    if a.numel() <= size:  # most tensors of a small model, for which each operation counts
         return (a * b).sum()
-    products = [(x * y).sum() for x, y in zip(a.split(size), b.split(size), strict=True)]
-    return torch.stack(products).double().sum().float()
+    chunks = zip(a.flatten().split(size), b.flatten().split(size), strict=True)
+    return torch.stack([(x * y).sum() for x, y in chunks]).double().sum().float()
