@@ -98,6 +98,9 @@ class TrainStep:
         report.complete(grad_norm)
         timer.mark(Metric.CLIP_MS)
         step_if(report.finite, self.optimizer, self.may_spoil)
-        self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)
+        if self.reduction.keeps_gradients:
+            torch._foreach_zero_(self.parameters.gradients())  # most optimizers would begin a kernel for each tensor
+        else:
+            self.optimizer.zero_grad()
         timer.mark(Metric.OPTIMIZER_MS)
         return report
