@@ -12,6 +12,7 @@ class AdafactorConfig(OptimConfig):
 
     may_split_parameters = True
     has_timescale = True
+    takes_nonfinite = True
     step_dependence = "its limit of the learning rate, 1 / √step, and the decay of its average count steps"
 
     name: str = optimizer_name("adafactor")

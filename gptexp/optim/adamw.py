@@ -15,6 +15,7 @@ class AdamWConfig(TwoMomentsConfig):
     may_split_rows = True
     may_split_parameters = True
     has_timescale = True
+    takes_nonfinite = True
     decay_rates = ("beta1", "beta2")
     step_dependence = ""
 

@@ -43,6 +43,8 @@ class OptimConfig:
     # world.sharding=optimizer may give each rank some parameters
     has_timescale: ClassVar[bool] = False  # weight decay averages over batch size / (lr * weight_decay) tokens
     averages_weights: ClassVar[bool] = False  # in place of a decay of the learning rate
+    takes_nonfinite: ClassVar[bool] = False  # an update by a gradient that is not finite raises no error, so the host
+    # need not wait for a GPU to know; it spoils weights and state
     decay_rates: ClassVar[Sequence[str]] = ()  # keys with the decay rate, per step, of a moment that is an average. If
     # the moment is a sum, its rate is also a factor 1 / (1 - momentum) of the updates, and scaling it would scale them
     step_dependence: ClassVar[str] = "it may count steps"  # why updates differ between batch sizes that have read

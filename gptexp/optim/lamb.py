@@ -12,6 +12,7 @@ class LambConfig(TwoMomentsConfig):
     """LAMB (arXiv 1904.00962): Adam's updates of matrices, scaled to each matrix's norm; AdamW for vectors."""
 
     needs = PYTORCH_OPTIMIZER
+    takes_nonfinite = True
     decay_rates = ("beta1", "beta2")
     step_dependence = ""
 

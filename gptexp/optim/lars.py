@@ -12,6 +12,7 @@ class LarsConfig(OptimConfig):
 
     needs = PYTORCH_OPTIMIZER
     may_split_parameters = True
+    takes_nonfinite = True
     step_dependence = ""
 
     name: str = optimizer_name("lars")

@@ -15,6 +15,7 @@ class LionConfig(TwoMomentsConfig):
     may_split_rows = True
     may_split_parameters = True
     has_timescale = True
+    takes_nonfinite = True
     decay_rates = ("beta2",)
     step_dependence = ""
 

@@ -11,6 +11,7 @@ class MuonConfig(TwoMomentsConfig):
     """Muon (arXiv 2502.16982) for the matrices of the blocks, AdamW for embeddings and vectors, with one lr."""
 
     has_timescale = True
+    takes_nonfinite = True
     decay_rates = ("beta1", "beta2", "momentum")
     step_dependence = ""
 

@@ -18,6 +18,7 @@ class ScheduleFreeConfig(TwoMomentsConfig):
     is_like_adam = True
     may_split_rows = True  # but not parameters: it exchanges all weights before an evaluation
     has_timescale = True
+    takes_nonfinite = True
     averages_weights = True
     decay_rates = ("beta2",)
     step_dependence = ""

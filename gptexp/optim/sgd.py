@@ -13,6 +13,7 @@ class SGDConfig(OptimConfig):
     may_split_rows = True
     may_split_parameters = True
     has_timescale = True
+    takes_nonfinite = True
     step_dependence = ""
 
     name: str = optimizer_name("sgd")

@@ -290,6 +290,7 @@ def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[GPT, 
         forward_context=forward_context(effective),
         dropout=cfg.model.dropout > 0,
         parameters=parameters,
+        may_spoil=cfg.train.nonfinite != "skip" and cfg.optim.takes_nonfinite,
         stop=job.stop,
     )
     return gpt, step

@@ -1,8 +1,8 @@
 """The training loop: steps, and between them evaluation, checkpoints, recovery and stopping.
 
 No Hydra, no wandb, no command line. All ranks evaluate, save and stop after the same step. A step whose loss or
-gradient norm is non-finite on any rank does not update the weights. The code counts steps from 0; texts for people
-name the number of completed steps, so they count from 1.
+gradient norm is non-finite on any rank does not update the weights, unless nothing uses them afterwards (`may_spoil` in
+`step.py`). The code counts steps from 0; texts for people name the number of completed steps, so they count from 1.
 """
 
 import gc
@@ -292,7 +292,7 @@ class _Loop:
         return (1 + 2 * self.late) * step_s + t.evaluations.reserve_s(sequence_s) + t.checkpoints.reserve_s()
 
     def recover(self, step: PlannedStep, numbers: str) -> Literal["skipped", "went back"]:
-        """Do what train.nonfinite says after a non-finite step, whose update was skipped. Returns what was done.
+        """Do what train.nonfinite says after a non-finite step. Returns what was done.
 
         Raises `DivergedError` if train.nonfinite is `stop`, or after more such steps than `MOST_IN_A_ROW` allows.
         """

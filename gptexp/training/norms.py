@@ -33,13 +33,12 @@ def block_norms(tensor: Tensor) -> Tensor:
 
     On a GPU the tensor is one block.
     """
-    if not tensor.is_cpu:
-        return total_norm([tensor]).reshape(1)
-    rest = tensor.numel() % BLOCK
+    block = BLOCK if tensor.is_cpu else max(1, tensor.numel())
+    rest = tensor.numel() % block
     if 0 < rest < tensor.numel():
         flat = tensor.flatten()
         return torch.cat([block_norms(flat[:-rest]), block_norms(flat[-rest:])])
-    norms: Tensor = torch.linalg.vector_norm(tensor.reshape(-1, rest or BLOCK), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(tensor.reshape(-1, rest or block), dim=1)
     return norms
 
 

@@ -141,14 +141,15 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = group["initial_lr"] * factor
 
 
-def step_if(finite: Tensor, optimizer: Optimizer) -> None:
+def step_if(finite: Tensor, optimizer: Optimizer, may_spoil: bool = False) -> None:
     """Update the weights if `finite`, a 0-dim bool tensor on their device, is true.
 
-    A fused kernel checks the tensor itself, as for torch's GradScaler, so the host does not wait for the GPU.
+    A fused kernel checks the tensor itself, as for torch's GradScaler, so the host does not wait for the GPU. Without
+    one it waits, unless a non-finite step `may_spoil` the weights: then a GPU updates them in any case.
     """
     if optimizer.param_groups[0].get("fused"):
         kernel: Any = optimizer.optim if has_split_state(optimizer) else optimizer  # type: ignore[attr-defined]
         kernel.found_inf = 1.0 - finite.float()
         optimizer.step()
-    elif finite:
+    elif (may_spoil and finite.is_cuda) or finite:
         optimizer.step()

@@ -44,6 +44,7 @@ class TrainStep:
     forward_context: ForwardContext  # autocast, or a null context
     dropout: bool
     parameters: Parameters = None  # type: ignore[assignment]  # what is updated; default: those of `model`, whole
+    may_spoil: bool = False  # whether a non-finite step may update too, because nothing uses the weights after it
     stop: StopRequest | None = None  # read after the last micro-step: whether this rank should stop
 
     def __post_init__(self) -> None:
@@ -60,8 +61,9 @@ class TrainStep:
     ) -> StepReport:
         """Train on the next `grad_accum_steps` micro-batches at `lr_factor` times the peak rate. *Collective.*
 
-        Skips the update if the loss or the gradient norm is non-finite on any rank. With a fused optimizer the host
-        does not wait for the device. `timer` times the phases; `noise` is added to the gradient.
+        Skips the update if the loss or the gradient norm is non-finite on any rank, unless it `may_spoil` the weights.
+        With a fused optimizer, or if it may, the host does not wait for a GPU. `timer` times the phases; `noise` is
+        added to the gradient.
         """
         timer = timer or StepTimer(torch.device("cpu"))
         set_lr(self.optimizer, lr_factor)
@@ -95,7 +97,10 @@ class TrainStep:
             nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)
         report.complete(grad_norm)
         timer.mark(Metric.CLIP_MS)
-        step_if(report.finite, self.optimizer)
-        self.optimizer.zero_grad(set_to_none=not self.reduction.keeps_gradients)
+        step_if(report.finite, self.optimizer, self.may_spoil)
+        if self.reduction.keeps_gradients:
+            torch._foreach_zero_(self.parameters.gradients())  # most optimizers would begin a kernel for each tensor
+        else:
+            self.optimizer.zero_grad()
         timer.mark(Metric.OPTIMIZER_MS)
         return report

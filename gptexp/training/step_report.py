@@ -34,7 +34,7 @@ class Numbers:
 
     loss: float  # mean, nats per token
     grad_norm: float  # global, before clipping
-    finite: bool  # whether the weights were updated
+    finite: bool  # whether loss and norm are
     asked: str | None  # a rank's reason to stop, one of `REASONS`; None: go on
     fingerprint: int  # sum over the ranks, modulo 2^64
     small_sq_norm: float  # mean squared norm of one micro-batch's gradient; 0: not measured

@@ -325,6 +325,27 @@ def test_rows_are_updated_alike_alone_if_the_optimizer_says_so(name: str) -> Non
     assert torch.equal(updated(1), updated(3)) == OPTIMIZERS[name].may_split_rows
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_takes_a_gradient_that_is_not_finite_if_the_optimizer_says_so(name: str, value: float) -> None:
+    """As the first update, on which alone SOAP computes eigenvectors, and as a later one."""
+
+    def raises(bad_step: int) -> bool:
+        model = tiny()
+        optimizer = build_optimizer(model, config(name), False)
+        for step in range(12):
+            gradients(model, step)
+            if step >= bad_step:
+                model.wpe.weight.grad = torch.full_like(model.wpe.weight, value)
+            try:
+                optimizer.step()
+            except torch.linalg.LinAlgError:
+                return True
+        return False
+
+    assert (raises(0) or raises(1)) == (not OPTIMIZERS[name].takes_nonfinite)
+
+
 @dataclass
 class Silent(OptimConfig):
     name: str = optimizer_name("silent")

@@ -1,5 +1,6 @@
 """Tests that need a GPU; run with `pytest -m gpu`."""
 
+import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
 from gptexp.model.loss import chunked_cross_entropy, plain_cross_entropy
+from gptexp.optim import OPTIMIZERS
 from gptexp.process.signals import REASONS
 from gptexp.run.build import build_gpt
 from gptexp.training.gradient_noise import StepNoise
@@ -67,14 +69,21 @@ def test_gpu_and_cpu_agree_in_float32(gptexp: Gptexp, tiny: list[str], tmp_path:
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
-@pytest.mark.parametrize("compiled", ["on", "off"])
-def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: str, loss: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "loss", "optim"),
+    [
+        *itertools.product(("on", "off"), ("plain", "chunked"), ("adamw",)),
+        *(("off", "plain", name) for name in OPTIMIZERS if name not in ("adamw", "soap", "adafactor")),
+    ],
+)
+def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: str, loss: str, optim: str) -> None:
     """torch raises at every synchronising call while the mode is on, also in the thread that copies batches."""
+    if package := OPTIMIZERS[optim].needs:
+        pytest.importorskip(package)
     device, steps = torch.device("cuda"), 8
     cfg = compose([
         *tiny, "train.device=cuda", "train.dtype=bfloat16", f"train.compile={compiled}", f"train.loss={loss}",
-        "batch.total_batch_size=128", "batch.micro_batch_size=2",
+        "batch.total_batch_size=128", "batch.micro_batch_size=2", f"optim={optim}", "optim.lr=1e-3",
     ])  # fmt: skip
     effective = resolve(cfg, device, Rank())
     gpt = build_gpt(cfg, effective, device)
@@ -83,7 +92,7 @@ def test_a_step_does_not_synchronise_with_the_device(tiny: list[str], compiled: 
     planned = [PlannedStep(n, n * plan.total_batch_size, plan) for n in range(steps)]
     batches, accumulation = micro_batches(build_dataset(cfg), planned, 0, device), plan.grad_accum_steps
     mean, context = MeanReduction(None), forward_context(effective)
-    step = TrainStep(gpt, optimizer, mean, 1.0, context, dropout=False)
+    step = TrainStep(gpt, optimizer, mean, 1.0, context, dropout=False, may_spoil=True)
     with step_context(effective):
         for _ in range(2):
             step(batches, accumulation, lr_factor=1.0)

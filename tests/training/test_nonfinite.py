@@ -20,6 +20,7 @@ from gptexp.optim import AdamWConfig
 from gptexp.process.signals import StopRequest
 from gptexp.storage import checkpoint, run_dir
 from gptexp.training import step as step_module
+from gptexp.training.loop import _Loop
 from gptexp.training.optimizer import build_optimizer, step_if
 from gptexp.training.step import TrainStep
 
@@ -282,6 +283,35 @@ def test_a_rollback_restores_the_average_of_the_weights(poison: Poison, tiny: li
     assert train_here([*tiny, *own], tmp_path / "out") == 0
     assert events(tmp_path / "out", "fault")
     assert float(load_file(newest(tmp_path / "out") / "ema.safetensors")["averaged_tokens"]) == 4 * 128
+
+
+@pytest.mark.parametrize(
+    "name", ["schedulefree", *(pytest.param(name, marks=pytest.mark.e2e) for name in ("lion", "lamb", "muon"))]
+)
+def test_a_rollback_leaves_nothing_of_an_update_that_spoilt_the_weights(
+    poison: Poison, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On a GPU such an update takes place, and the next step is queued before the host knows of it."""
+
+    def update(finite: torch.Tensor, optimizer: torch.optim.Optimizer, may_spoil: bool) -> None:
+        assert may_spoil
+        spoilt.append(not finite)
+        optimizer.step()
+
+    plain, spoilt = _Loop.__init__, list[bool]()
+
+    def reads_late(self: _Loop, *args: Any) -> None:
+        plain(self, *args)
+        self.late = 1
+
+    poison([(2, 0)])
+    monkeypatch.setattr(_Loop, "__init__", reads_late)
+    own = [*tiny, *ROLLBACK, f"optim={name}", "optim.lr=1e-3", "train.nonfinite=rollback", "train.max_steps=6"]
+    assert train_here(own, tmp_path / "waits") == 0
+    monkeypatch.setattr(step_module, "step_if", update)
+    assert train_here(own, tmp_path / "spoils") == 0
+    assert (spoilt.index(True), len(spoilt)) == (2, 8)  # two steps were done again
+    assert equal(tmp_path / "waits", tmp_path / "spoils")
 
 
 @pytest.mark.e2e

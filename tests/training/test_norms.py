@@ -46,6 +46,7 @@ def test_norm_and_dot_product_are_right_at_the_size_of_gpt2(kind: str, device: s
     norms = [exact_norm([t]) for t in on_host]
     assert total_norm(tensors).item() == pytest.approx(math.hypot(*norms), rel=RIGHT)
     assert total_norm(tensors[:1]).item() == pytest.approx(norms[0], rel=RIGHT)
+    assert norm_of_norms(block_norms(tensors[0])).item() == pytest.approx(norms[0], rel=RIGHT)
     for a, norm in zip(tensors[:2], norms, strict=False):
         for b in (a.roll(1) / 2 + a, a.roll(1)):  # at an angle; nearly orthogonal unless all elements are equal
             of_norms = norm * exact_norm([b.cpu()])

@@ -49,12 +49,16 @@ def test_a_step_is_one_update_by_the_clipped_mean_gradient(grad_clip: float) -> 
         torch.testing.assert_close(new, old - 0.5 * factor * old.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_gradients_of_the_previous_step_are_cleared() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_of_the_previous_step_are_cleared(kept: bool) -> None:
+    """DDP's gradients lie in its buckets, and must stay there."""
     step = sgd_step(small_model(), peak_lr=0.0, grad_clip=0.0)
+    step.reduction.keeps_gradients = kept
     tokens = torch.randint(64, (2, 9))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], 1, 0)
     norms = [step(iter([batch]), 1, lr_factor=0.0).read().grad_norm for _ in range(2)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert all((p.grad is not None and not p.grad.any()) if kept else p.grad is None for p in step.model.parameters())
 
 
 def test_the_learning_rate_of_a_step_is_the_peak_times_its_own_factor() -> None:
