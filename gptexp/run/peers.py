@@ -39,9 +39,10 @@ KEEP_FREED_MEMORY = {
 # Texts in nanoGPT's train.py: what makes it ignore its dtype on a CPU, and its vocabulary without a meta.pkl.
 CPU_CONTEXT = "nullcontext() if device_type == 'cpu' else"
 VOCABULARY = "meta_vocab_size = None"
+# Not ru_maxrss, which begins with the memory of the process that has started this one.
 PEAK = """
-import resource
-own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+resident = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+own = int(resident.split()[1]) << 10
 print("peak", (torch.cuda.max_memory_allocated() if device_type == "cuda" else own) / 2**30)
 """
 STEP = re.compile(r"^iter \d+: loss [\d.]+, time ([\d.]+)ms", re.MULTILINE)

@@ -51,7 +51,7 @@ def test_nanogpt_gets_the_shapes_tokens_and_dtype_of_the_run(checkout: Path, tmp
     seen = json.loads((tmp_path / "seen.json").read_text())
     of_step = int(seen["options"]["gradient_accumulation_steps"]) * 16 * 16
     assert turn.step_ms == pytest.approx([640 / of_step * (100.5 + n) for n in range(WARM_UP + 1, WARM_UP + 6)])
-    assert 0.001 < turn.peak_gib < 1
+    assert 0.001 < turn.peak_gib < 0.1  # not that of this process
     options = {key: seen["options"][key] for key in ("dtype", "compile", "n_layer", "n_embd", "block_size")}
     m = config.model
     assert options == {"dtype": "bfloat16", "compile": "True", "n_layer": f"{m.n_layer}", "n_embd": f"{m.n_embd}",
