@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         drawing = Drawing()  # its processes start while other modules are imported
         from gptexp.reporting.page.write import PAGE, show, write_report
 
-    report, _ = write_report(args.directory, args.behind, args.within, drawing)
+        report, _ = write_report(args.directory, args.behind, args.within, drawing)
     show(report, terminal_width(), args.verbose)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:

@@ -26,8 +26,11 @@ needs_chromium = pytest.mark.skipif(bool(_missing()), reason=_missing() or "neve
 
 def leave_out_pictures(patch: pytest.MonkeyPatch) -> None:
     """Let reports have empty PNGs; drawing them takes most of the time."""
-    patch.setattr("gptexp.reporting.charts.pictures.Drawing.__init__", lambda self, at_once=1: None)
-    patch.setattr("gptexp.reporting.charts.pictures.Drawing.pngs", lambda self, specs: [b""] * len(specs))
+    drawing = "gptexp.reporting.charts.pictures.Drawing"
+    patch.setattr(f"{drawing}.__init__", lambda self, at_once=1: setattr(self, "keys", []))
+    patch.setattr(f"{drawing}.__exit__", lambda self, *error: None)
+    patch.setattr(f"{drawing}.add", lambda self, key, spec: self.keys.append(key))
+    patch.setattr(f"{drawing}.pngs", lambda self: dict.fromkeys(self.keys, b""))
 
 
 def violations(page: "Page") -> list[str]:

@@ -50,7 +50,7 @@ FENCES = {
     "orjson": {"storage/reader.py"},
     "scipy": {"reporting", "run/communication.py"},
     "pandas": {"reporting/listings/frames.py"},
-    "vl_convert": {"reporting/charts/pictures.py"},
+    "vl_convert": {"reporting/charts/drawer.py"},
     "safetensors": {"storage/checkpoint.py", "storage/tensor_files.py", "run/export.py"},
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ training/small_gradients.py measures the norms. No torch.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.metrics import Metric
@@ -18,8 +19,7 @@ LIKE_BATCH = "optim.gradient_noise_like_batch"
 LEAST_STEPS = 4  # minimum of the averages' default half-life, in steps of batch.total_batch_size
 
 
-@dataclass(frozen=True)
-class Norms:
+class Norms(NamedTuple):
     """Squared norms of gradients of mean losses in one step."""
 
     small: float  # mean over the measured gradients, each of `small_sequences` sequences

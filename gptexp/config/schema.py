@@ -459,13 +459,16 @@ def field_problem(key: str, f: dataclasses.Field[Any], value: Any, typed: str | 
 
     The type of `value` must be right already.
     """
-    assignment = f"{key}={shown(value) if typed is None else typed}"
+
+    def assignment() -> str:  # made only if it is printed: a sweep has a million values
+        return f"{key}={shown(value) if typed is None else typed}"
+
     if value is not None and (choices := f.metadata.get("choices")) and value not in choices:
-        return not_a_choice(assignment, choices)
+        return not_a_choice(assignment(), choices)
     if "rule" in f.metadata and value is not None:
         holds, rule, code = f.metadata["rule"]
         if not holds(value):
-            return Problem(code, f"{assignment}: {rule}")
+            return Problem(code, f"{assignment()}: {rule}")
     return None
 
 

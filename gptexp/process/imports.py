@@ -1,4 +1,4 @@
-"""Imports of large packages without the work of Python's garbage collector."""
+"""Large numbers of objects without the work of Python's garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def permanent() -> Iterator[None]:
-    """Collect no garbage during the body, which imports, and exempt all objects from later collections.
+    """Collect no garbage during the body, and exempt all its objects from later collections: they live until the end.
 
-    Importing torch creates 160,000 containers that live until the end. Collections that visit them, during the import
-    and at the interpreter's exit, take a quarter to a third of the CPU time of `python -c 'import torch'`.
+    Importing torch creates 160,000 containers. Collections that visit them, during the import and at the interpreter's
+    exit, take a quarter to a third of the CPU time of `python -c 'import torch'`. It is similar with the steps of a
+    thousand runs.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -45,9 +45,11 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
     coordinates = measure(config, models, seeds)
     with run_dir.storage(out):
         out.mkdir(parents=True, exist_ok=True)
-        images = Drawing(at_once=1).pngs([picture(coordinates)])
-        for image in images:
-            (out / PICTURE).write_bytes(image)
+        with Drawing(at_once=1) as drawing:
+            drawing.add(PICTURE, picture(coordinates))
+            images = drawing.pngs()
+        for name, image in images.items():
+            (out / name).write_bytes(image)
     result = {
         "passes": not coordinates.failures,
         "failures": coordinates.failures,
@@ -65,7 +67,7 @@ def coordcheck(config: Config, models: list[ModelConfig], seeds: int, out: Path,
         print(json.dumps(run_dir.finite(result), indent=1))
     else:
         show(coordinates)
-        print(*(f"{out}/{name}" for name in [PICTURE] * len(images) + [NUMBERS]), sep=", ")
+        print(*(f"{out}/{name}" for name in [*images, NUMBERS]), sep=", ")
     return EXIT_FAILED if coordinates.failures else 0
 
 

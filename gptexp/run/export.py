@@ -54,11 +54,15 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False, step: 
     """
     loaded = load_checkpointed(directory, averaged, step)
     tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
-    drawing, report = Drawing(at_once=1), build_report(directory)
+    with Drawing(at_once=1) as drawing:
+        report = build_report(directory)
+        for figure in report.figures:
+            if figure.key == "loss":
+                drawing.add(CURVE, figure.spec)
+        curve = drawing.pngs()
     [run] = report.analysis.runs
     if run.problem:
         warn(run.problem)
-    curve = drawing.pngs([figure.spec for figure in report.figures if figure.key == "loss"])
     card = model_card(name, loaded, run, tokenizer, CURVE if curve else None)
     with run_dir.storage(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +71,8 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False, step: 
             unfinished.mkdir()
             save_pretrained(loaded.model, tokenizer, unfinished)
             (unfinished / "README.md").write_text(card, encoding="utf-8")
-            for image in curve:
-                (unfinished / CURVE).write_bytes(image)
+            for picture, image in curve.items():
+                (unfinished / picture).write_bytes(image)
             if not out.exists():
                 unfinished.rename(out)
             else:  # a directory that is in use, or a mount, cannot be replaced

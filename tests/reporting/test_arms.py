@@ -198,7 +198,7 @@ def test_the_noise_scale_is_that_of_the_best_run_that_measured_it(two_rules: Pat
     best.train[:] = [replace(step, noise_scale=None, norms=None) for step in best.train]
     for number, step in enumerate(following.train):
         assert step.norms is not None
-        following.train[number] = replace(step, norms=replace(step.norms, small=1.1 * step.norms.small))
+        following.train[number] = replace(step, norms=step.norms._replace(small=1.1 * step.norms.small))
     analysis = analyse("sweep", runs)
     layer, _ = noise_scale_lines(analysis.arms, BATCHES)
     scale = at_the_end(following)

@@ -15,8 +15,8 @@ import vl_convert
 from PIL import Image
 from sweeps import TOKENS, write_run, write_sweep
 
+from gptexp.reporting.charts.drawer import VEGA_LITE, simplified
 from gptexp.reporting.charts.line_charts import Lines, line_charts
-from gptexp.reporting.charts.pictures import VEGA_LITE, _with_shared_clips
 from gptexp.reporting.charts.vega_lite import Figure, apart, theme
 from gptexp.reporting.listings.records import Point, find_runs
 from gptexp.reporting.page.report import build_report
@@ -145,7 +145,7 @@ def test_lines_that_are_clipped_together_look_as_if_clipped_alone(tmp_path: Path
     """Vega clips each line alone. Half of the lines leave the chart at its top."""
     spec = figures_of(write_sweep(tmp_path))["loss"].spec | {"width": 400, "config": theme("light")}
     drawing = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
-    together = _with_shared_clips(drawing)
+    together = simplified(drawing)
     assert drawing.count("clip-path=") > 30
     assert together.count("clip-path=") < 4
     [alone, shared, unclipped] = [
@@ -153,6 +153,26 @@ def test_lines_that_are_clipped_together_look_as_if_clipped_alone(tmp_path: Path
     ]
     assert abs(alone - shared).max() < 16  # of 255, where two lines cross the border in one pixel
     assert abs(alone - unclipped).max() > 100
+
+
+def test_lines_that_look_alike_are_drawn_as_one_path_in_the_same_pixels(tmp_path: Path) -> None:
+    look = {"width": 400, "config": theme("light") | {"aria": False}}  # without labels the seeds of a cell look alike
+    drawing = vl_convert.vegalite_to_svg(figures_of(write_sweep(tmp_path))["loss"].spec | look, vl_version=VEGA_LITE)
+    together = simplified(drawing)
+    assert together.count("<ns0:path") == drawing.count("<path") - 15
+    [apart, one] = [pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, together)]
+    assert abs(apart - one).max() < 64  # of 255, where the soft edges of two seeds' lines lie on each other
+    assert (abs(apart - one) > 16).any(axis=2).mean() < 0.003
+
+
+def test_the_picture_has_no_labels_that_its_axis_has_no_room_for(tmp_path: Path) -> None:
+    for number in range(60):
+        write_run(tmp_path / f"lr={number}", 8192, 0.01 * 1.1**number, 1, 4.0 + abs(number - 30) / 100)
+    spec = figures_of(tmp_path)["curves"].spec | {"width": 400, "config": theme("light")}
+    drawing = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
+    fewer = simplified(drawing)
+    assert 3 <= fewer.count("</ns0:text>") < drawing.count("</text>") - 40
+    assert np.array_equal(*[pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, fewer)])
 
 
 @pytest.mark.parametrize(("count", "kept"), [(2, 64), (2000, 8)])

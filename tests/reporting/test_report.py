@@ -155,8 +155,10 @@ def test_a_process_that_gptexp_starts_imports_nothing_from_the_current_folder(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
-    [image] = Drawing(at_once=1).pngs([{"mark": "point", "data": {"values": []}}])
-    assert image.startswith(b"\x89PNG")
+    with Drawing(at_once=1) as drawing:
+        drawing.add("points", {"mark": "point", "data": {"values": []}})
+        images = drawing.pngs()
+    assert images["points"].startswith(b"\x89PNG")
     resumed = subprocess.run(resume_command(tmp_path), capture_output=True, text=True)
     assert "imported" not in resumed.stderr
     assert resumed.returncode == 2
@@ -173,7 +175,9 @@ def test_a_process_of_pictures_that_fails_costs_a_line(
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     monkeypatch.setattr("gptexp.reporting.charts.pictures.user_cache_dir", lambda: tmp_path / "cache")
-    assert Drawing(at_once=1).pngs([{"mark": "point"}]) == []
+    with Drawing(at_once=2) as drawing:
+        drawing.add("points", {"mark": "point"})
+        assert drawing.pngs() == {}
     assert bundle() == ""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2

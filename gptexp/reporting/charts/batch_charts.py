@@ -61,7 +61,7 @@ def law_chart(arm: Arm) -> Figure | None:
     y = vl.log("lr", "best learning rate")
     colour = vl.coloured("rule", "rule (exponent)", list(names.values()), "rate")
     layers = [
-        vl.layer("area", band, vl.INTERVAL, opacity=0.2, style="band"),
+        vl.layer("area", band, vl.INTERVAL, fillOpacity=0.2, style="band"),
         vl.layer("line", band, {"y": y}, style="accent"),
         vl.layer("line", rules, {"y": y, "color": colour}, strokeDash=[4, 4], strokeWidth=1.5),
         *_optimum_layers(_optima(arm, "lr"), y, {}, "ink"),

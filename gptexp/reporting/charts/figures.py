@@ -1,7 +1,7 @@
 """The figures of a sweep's results. Those of runs over their training are in line_charts.py."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from urllib.parse import quote
@@ -32,23 +32,44 @@ MOST_COLUMNS_ON_A_PHONE = 7
 ROW_HEIGHT = 28  # pixels, for each row of a heat map on a phone
 
 
-def figures(analysis: Analysis, search: SearchHistory | None = None) -> list[Figure]:
+def figures(
+    analysis: Analysis,
+    search: SearchHistory | None = None,
+    ready: Callable[[Figure], None] = lambda figure: None,
+) -> list[Figure]:
     """All figures that the runs have values for: first those that compare arms, then those of each arm.
 
-    `search`: of the runs, if one has chosen them.
+    `search`: of the runs, if one has chosen them. `ready` gets each figure once it is known; those with a line per run
+    come first, as they need no fitted curve.
     """
-    charts = list(arm_charts(analysis.arms))
-    for index, arm in enumerate(analysis.arms):
+
+    def named(charts: Iterable[Figure | None], index: int) -> list[Figure]:
         suffix = f"-{index}" if len(analysis.arms) > 1 else ""
-        charts += [replace(chart, key=f"{chart.key}{suffix}") for chart in _of_arm(arm, search) if chart is not None]
+        those = [replace(chart, key=f"{chart.key}{suffix}") for chart in charts if chart is not None]
+        for chart in those:
+            ready(chart)
+        return those
+
+    of_lines = [named(line_charts(_lines(arm)), index) for index, arm in enumerate(analysis.arms)]
+    charts = list(arm_charts(analysis.arms))
+    for chart in charts:
+        ready(chart)
+    for index, arm in enumerate(analysis.arms):
+        charts += [*named(_curves_of(arm, search), index), *of_lines[index], *named(_charts_of(arm), index)]
     return charts
 
 
-def _of_arm(arm: Arm, search: SearchHistory | None) -> Iterator[Figure | None]:
+def _lines(arm: Arm) -> Lines:
     hyperbola = arm.critical.hyperbola if arm.critical is not None else None
+    return Lines(arm.runs, critical_batch=hyperbola.tokens if hyperbola is not None else None)
+
+
+def _curves_of(arm: Arm, search: SearchHistory | None) -> Iterator[Figure | None]:
     yield _curves(arm)
     yield narrowing_chart(arm, search) if search is not None else None
-    yield from line_charts(Lines(arm.runs, critical_batch=hyperbola.tokens if hyperbola is not None else None))
+
+
+def _charts_of(arm: Arm) -> Iterator[Figure | None]:
     yield _heat_map(arm)
     yield law_chart(arm)
     yield loss_chart(arm)
@@ -68,7 +89,7 @@ def _curves(arm: Arm) -> Figure | None:
     y["scale"] |= {"domainMin": bottom}
     colour = vl.coloured("size", "tokens a step", [f"{batch:,}" for batch in _batches(arm)], "batch")
     encoding = {
-        "x": vl.log("lr", "peak learning rate", {run.lr for run in arm.runs}, "~r"),
+        "x": vl.log("lr", "peak learning rate", {run.lr for run in arm.runs}, ".3~g"),
         "y": y,
         "color": colour,
         "opacity": vl.faint_unless_isolated("size"),
@@ -78,7 +99,7 @@ def _curves(arm: Arm) -> Figure | None:
     band = {**vl.INTERVAL, "opacity": None, "color": None, "fill": {**colour, "legend": None}}
     layers = [
         {**vl.layer("line", means, strokeWidth=1), "params": vl.isolated("size")},
-        vl.layer("area", fitted, band, opacity=0.15, stroke="transparent", clip=True),
+        vl.layer("area", fitted, band, fillOpacity=0.15, stroke="transparent", clip=True),
         vl.layer("line", fitted, strokeWidth=2.5),
         *points,
         *_minima(arm),

@@ -1,6 +1,6 @@
 """PNGs of Vega-Lite specifications, and the JavaScript that draws them in a browser. Both come from vl-convert.
 
-vl-convert ends its process if it gets too little memory. So it runs in a process of its own: this module's `main`.
+vl-convert ends its process if it gets too little memory. So it runs in processes of its own: those of drawer.py.
 """
 
 import base64
@@ -9,43 +9,67 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Any
-from xml.etree import ElementTree
+from queue import SimpleQueue
+from tempfile import TemporaryFile
+from typing import Self
 
 from gptexp.config.paths import user_cache_dir
 from gptexp.process.terminal import warn
-from gptexp.reporting.charts.vega_lite import theme
+from gptexp.reporting.charts import drawer
+from gptexp.reporting.charts.vega_lite import Spec, theme
 
-VEGA_LITE = "6.4"  # newest version in vl-convert 1.9; the page and the PNGs use the same
 PNG_WIDTH = 640  # pixels before scaling; replaces the width of the page's container
-SCALE = 2.0
 MOST_AT_ONCE = 4  # processes; each takes 150 MB
-NOTHING = {"mark": "point", "data": {"values": []}}
-LINES = "role-scope"  # class of a group of lines in the SVG
 ENTRY = "window.vegaEmbed = vegaEmbed;"
 
 
 class Drawing:
-    """Processes that draw figures. They start at once and load Vega, which takes them half a second."""
+    """Processes that draw figures while their caller goes on. They start at once, and load Vega in half a second.
+
+    As a context it ends them.
+    """
 
     def __init__(self, at_once: int | None = None) -> None:
         cores = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
-        self._processes = [_start() for _ in range(at_once or cores)]
+        self._processes = [_Process() for _ in range(at_once or cores)]
+        self._waiting: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
+        self._images: dict[str, bytes] = {}
+        self._pool = ThreadPoolExecutor(len(self._processes))  # each thread waits for its process
+        self._ends = [self._pool.submit(self._draw, process) for process in self._processes]
 
-    def pngs(self, specs: Sequence[dict[str, Any]]) -> list[bytes]:
-        """Draw the specifications, once. If that fails, prints why and returns nothing."""
-        look = {"width": PNG_WIDTH, "config": {**theme("light"), "background": "white"}}
-        at_once = len(self._processes)
-        shares = [[{**spec, **look} for spec in specs[first::at_once]] for first in range(at_once)]
-        with ThreadPoolExecutor(at_once) as threads:  # each waits for its process
-            drawn = [*threads.map(_answer, self._processes, shares)]
-        if failures := [answer for answer in drawn if isinstance(answer, str)]:
-            warn(f"no pictures: {failures[0]}")
-            return []
-        return [base64.b64decode(drawn[number % at_once][number // at_once]) for number in range(len(specs))]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            self._waiting.put(None)
+            process.end()
+        self._pool.shutdown()
+
+    def add(self, key: str, spec: Spec) -> None:
+        """Draw this specification as soon as a process is free."""
+        look = {"width": PNG_WIDTH, "config": {**theme("light"), "background": "white", "aria": False}}
+        self._waiting.put((key, json.dumps({**spec, **look})))
+
+    def pngs(self) -> dict[str, bytes]:
+        """Wait for the pictures, by key. If one fails, prints why and returns nothing."""
+        for _ in self._processes:
+            self._waiting.put(None)
+        try:
+            for end in self._ends:
+                end.result()
+        except _DrawingError as error:
+            warn(f"no pictures: {error}")
+            return {}
+        return self._images
+
+    def _draw(self, process: "_Process") -> None:
+        while (numbered := self._waiting.get()) is not None:
+            key, request = numbered
+            self._images[key] = base64.b64decode(process.answer(request))
 
 
 def bundle() -> str:
@@ -54,16 +78,19 @@ def bundle() -> str:
     Bundling takes seconds, so the script is cached in the user's cache directory. If it fails, prints why and returns
     an empty script, so that a page has everything but its charts.
     """
-    cached = user_cache_dir() / f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
+    cached = user_cache_dir() / f"vega-lite-{drawer.VEGA_LITE}-{version('vl-convert-python')}.js"
     try:
         return cached.read_text()
     except OSError:
         pass
-    answer = _answer(_start(), ENTRY)
-    if isinstance(answer, str):
-        warn(f"the page has no charts: {answer}")
+    process = _Process()
+    try:
+        script = process.answer(json.dumps(ENTRY))
+    except _DrawingError as error:
+        warn(f"the page has no charts: {error}")
         return ""
-    [script] = answer
+    finally:
+        process.end()
     script = script.replace("</script", "<\\/script")
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -75,47 +102,38 @@ def bundle() -> str:
     return script
 
 
-def _start() -> "subprocess.Popen[bytes]":
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-Pm", __name__], stdin=pipe, stdout=pipe, stderr=pipe)
+class _DrawingError(Exception):
+    pass
 
 
-def _answer(process: "subprocess.Popen[bytes]", request: list[dict[str, Any]] | str) -> list[str] | str:
-    """What `main` answers in that process; if it fails, why."""
-    output, errors = process.communicate(json.dumps(request).encode())
-    if process.returncode == 0:
-        answer: list[str] = json.loads(output)
-        return answer
-    why = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    if process.returncode < 0:
-        why = f"its process was ended by {signal.Signals(-process.returncode).name}; it may lack memory (ulimit -v)"
-    return f"vl-convert failed: {why}"
+class _Process:
+    """A process that runs drawer.py."""
 
+    def __init__(self) -> None:
+        self._errors = TemporaryFile()  # noqa: SIM115 - lives as long as the process; a full pipe would stop that
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-Pm", drawer.__name__]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
 
-def _with_shared_clips(drawing: str) -> str:
-    """An SVG in which all lines of a layer are clipped together. Vega clips each alone, which takes resvg seconds."""
-    root = ElementTree.fromstring(drawing)
-    for layer in root.iterfind(".//{*}g"):
-        if LINES in layer.get("class", ""):
-            for line in layer.iterfind(".//{*}g[@clip-path]"):
-                layer.set("clip-path", line.attrib.pop("clip-path"))  # they are all the same rectangle: the chart
-    return ElementTree.tostring(root, encoding="unicode")
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
 
-
-def main() -> None:
-    """Answer the request in the standard input: specifications become PNGs in base64, an entry point its bundle."""
-    import vl_convert
-
-    vl_convert.vegalite_to_svg(NOTHING, vl_version=VEGA_LITE)  # loads Vega, while the request is not there yet
-    request = json.load(sys.stdin)
-    if isinstance(request, str):
-        answer = [vl_convert.javascript_bundle(request, vl_version=VEGA_LITE)]
-    else:
-        drawings = (vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE) for spec in request)
-        images = (vl_convert.svg_to_png(_with_shared_clips(drawing), scale=SCALE) for drawing in drawings)
-        answer = [base64.b64encode(bytes(image)).decode() for image in images]
-    json.dump(answer, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    def answer(self, request: str) -> str:
+        """What `drawer.main` answers to a line of JSON. Raises `_DrawingError`."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        with suppress(BrokenPipeError):  # the process has ended; its output says why
+            print(request, file=requests, flush=True)
+        if line := answers.readline():
+            answer: str = json.loads(line)
+            return answer
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        why = lines[-1] if lines else f"exit code {code}"
+        if code < 0:
+            why = f"its process was ended by {signal.Signals(-code).name}; it may lack memory (ulimit -v)"
+        raise _DrawingError(f"vl-convert failed: {why}")

@@ -39,6 +39,7 @@ AXES = {  # key -> its field in `Run`, and what people call it
 COMMIT_CHARS = 10
 END = 1 << 18  # bytes of metrics.jsonl that tell how far a run is
 EVAL_EVENT = re.compile(rb'"event": "eval"')
+OPTIONAL = (Metric.LR, Metric.GRAD_NORM, Metric.CLIP_FRACTION, Metric.MFU_PALM, Metric.GNS_TOKENS, Metric.GNS_COS)
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
 
 
@@ -57,14 +58,14 @@ class Step(Point):
     """An optimizer update. A value is None if it was not finite, or not logged."""
 
     batch: int  # tokens of the step, over all ranks
-    lr: float | None
+    tokens_per_s: float
+    norms: Norms | None  # what `noise_scale` is computed from
+    lr: float | None  # this and the next ones are those of `OPTIONAL`
     grad_norm: float | None  # before clipping
     clip_fraction: float | None
-    tokens_per_s: float
-    mfu: float | None  # perf/mfu_palm
+    mfu: float | None
     noise_scale: float | None  # tokens; the run's moving average
     cosine: float | None  # between the gradients of two micro-batches
-    norms: Norms | None  # what `noise_scale` is computed from
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Run:
     bits_per_byte: float | None = None  # of the newest evaluation
     sharpness: list[Sharpness] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far
+    fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far, as logged
     tokens_per_s: float | None = None  # median over the kept steps
     mfu: float | None = None  # median of perf/mfu_palm; None on a device of unknown peak
     tags: list[str] = field(default_factory=list)  # log.tags
@@ -310,7 +311,7 @@ def _add(run: Run, event: dict[str, Any], first: int) -> None:
     if event["event"] == "step":
         seconds += (step - last_step) * float(event[Metric.STEP_MS]) / 1e3
         run.train.append(_step(event, step, tokens, seconds, run))
-        run.fingerprints[tokens] = printable(str(event[Metric.DATA_FINGERPRINT]))
+        run.fingerprints[tokens] = str(event[Metric.DATA_FINGERPRINT])
     elif event["event"] == "eval":
         run.val.append(Point(step, tokens, seconds, _number(event[Metric.VAL_LOSS])))
         if Metric.VAL_LOSS_EMA in event:
@@ -331,21 +332,8 @@ def _step(event: dict[str, Any], step: int, tokens: int, seconds: float, run: Ru
         norms = Norms(float(small), float(big), int(event[Metric.GNS_SMALL_SEQUENCES]), batch // run.seq_len)
         if not 0 < norms.small_sequences < norms.big_sequences:
             raise ValueError("a part is smaller than the whole")
-    return Step(
-        step,
-        tokens,
-        seconds,
-        _number(event[Metric.TRAIN_LOSS]),
-        batch,
-        lr=_number(value(Metric.LR)),
-        grad_norm=_number(value(Metric.GRAD_NORM)),
-        clip_fraction=_number(value(Metric.CLIP_FRACTION)),
-        tokens_per_s=float(event[Metric.TOKENS_PER_S]),
-        mfu=_number(value(Metric.MFU_PALM)),
-        noise_scale=_number(value(Metric.GNS_TOKENS)),
-        cosine=_number(value(Metric.GNS_COS)),
-        norms=norms,
-    )
+    loss, tokens_per_s = _number(event[Metric.TRAIN_LOSS]), float(event[Metric.TOKENS_PER_S])
+    return Step(step, tokens, seconds, loss, batch, tokens_per_s, norms, *map(_number, map(value, OPTIONAL)))
 
 
 def tokenizers(runs: Sequence[Run]) -> set[str]:

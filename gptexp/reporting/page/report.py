@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted
 from gptexp.reporting.charts.figures import figures
+from gptexp.reporting.charts.pictures import Drawing
 from gptexp.reporting.charts.vega_lite import Figure
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.listings.records import LR, Run, along, find_runs, read_run
@@ -107,10 +108,12 @@ def build_report(
     given: Callable[[Path], Run] = read_run,
     behind_nats: float = BEHIND_NATS,
     within: float | None = None,
+    drawing: Drawing | None = None,
 ) -> Report:
     """The report of the run or the sweep in `directory`; `given` reads a run directory, and may cache runs.
 
     `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`; None is that of the search, if there was one.
+    `drawing` begins to draw the figures while the rest is computed.
 
     Raises `ConfigError` if `directory` holds neither.
     """
@@ -125,6 +128,12 @@ def build_report(
         within = search.within if search is not None else WITHIN
     if search is not None:
         search = search.knowing(_widths(search, analysis))
+
+    def ready(figure: Figure) -> None:
+        if drawing is not None:
+            drawing.add(figure.key, about(key, figure).spec)
+
+    drawn = about(key, figures(analysis, search, ready))
     further = about(key, proposals(analysis, sweep, within, search)) if sweep is not None else []
     return Report(
         directory,
@@ -136,6 +145,6 @@ def build_report(
         answers_of(analysis, sweep, further, within, search),
         about(key, verdict(analysis, behind_nats)),
         merged(further),
-        about(key, figures(analysis, search)),
+        drawn,
         search,
     )

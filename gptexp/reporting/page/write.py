@@ -6,7 +6,6 @@ means. These five work on plain numbers; `analysis` applies them to the runs. `a
 """
 
 import csv
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,28 +49,31 @@ def write_report(
     Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`; `drawing` is
     one that has started already.
     """
-    drawing = drawing or Drawing()
-    report = build_report(directory, behind_nats=behind_nats, within=within)
+    with drawing or Drawing() as drawing:
+        return _write(build_report(directory, behind_nats=behind_nats, within=within, drawing=drawing), drawing)
+
+
+def _write(report: Report, drawing: Drawing) -> tuple[Report, list[Path]]:
+    directory = report.directory
     with run_dir.storage(directory):
         for name in (PAGE, NUMBERS, TABLE, PICTURES):  # runs may be links, but what a report writes may not
             run_dir.refuse_link(directory / name)
         run_dir.refuse_links(directory / PICTURES)
-    with ThreadPoolExecutor(1) as thread:
-        images = thread.submit(drawing.pngs, [figure.spec for figure in report.figures])
-        run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
-        run_dir.write_json(directory / NUMBERS, numbers(report))
-        rows = values(report.analysis.runs, report.analysis.differing)
-        with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
-            table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
+    run_dir.write_atomically(directory / PAGE, report_page(report, bundle()))
+    run_dir.write_json(directory / NUMBERS, numbers(report))
+    rows = values(report.analysis.runs, report.analysis.differing)
+    with run_dir.storage(directory / TABLE), run_dir.atomic(directory / TABLE) as file:
+        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
     files = [directory / name for name in (PAGE, NUMBERS, TABLE)]
     with run_dir.storage(directory / PICTURES):
         (directory / PICTURES).mkdir(exist_ok=True)
-    for figure, image in zip(report.figures, images.result(), strict=False):
-        files.append(directory / PICTURES / f"{figure.key}.png")
+    images = drawing.pngs()
+    for key in (figure.key for figure in report.figures if figure.key in images):
+        files.append(directory / PICTURES / f"{key}.png")
         with run_dir.storage(files[-1]), run_dir.atomic(files[-1], "wb") as file:
-            file.write(image)
+            file.write(images[key])
     return report, files
 
 

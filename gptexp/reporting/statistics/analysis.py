@@ -296,26 +296,29 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
         lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
     for run, _, text, usual in _unlike_most(texts):
         lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
-    reads = [(run, (_data(run), tokens), read) for run in runs for tokens, read in sorted(run.fingerprints.items())]
+    data = {run.name: _data(run) for run in runs}
+    reads = [(run, (data[run.name], tokens), read) for run in runs for tokens, read in sorted(run.fingerprints.items())]
     named = set()  # one difference for each run is enough
     for run, (_, tokens), read, usual in _unlike_most(reads):
         if run.name not in named:
             named.add(run.name)
             lines.append(
                 f"{run.name}: read other data in its first {tokens:,} tokens than other runs of its seed "
-                f"(fingerprint {read}, not {usual}); do not compare them"
+                f"(fingerprint {printable(read)}, not {printable(usual)}); do not compare them"
             )
     return lines
 
 
 def _unlike_most(values: Sequence[tuple[Run, Any, str]]) -> Iterator[tuple[Run, Any, str, str]]:
     """Each (run, group, value) whose value is not the most frequent one of its group, with that frequent value."""
-    counts: dict[Any, Counter[str]] = defaultdict(Counter)
+    first: dict[Any, str] = {}
+    differing = {group for _, group, value in values if first.setdefault(group, value) != value}
+    counts: dict[Any, Counter[str]] = {group: Counter() for group in differing}
     for _, group, value in values:
-        counts[group][value] += 1
+        if group in differing:
+            counts[group][value] += 1
     for run, group, value in values:
-        [(usual, _)] = counts[group].most_common(1)
-        if value != usual:
+        if group in differing and value != (usual := counts[group].most_common(1)[0][0]):
             yield run, group, value, usual
 
 
