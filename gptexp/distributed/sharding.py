@@ -5,8 +5,7 @@ by its rows. The parameters of a module are whole only while it computes. Each r
 tensors. An optimizer that updates each number by itself need not know of the split.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,10 +43,10 @@ class Parameters(Protocol):
     def rows(self, name: str) -> slice:
         """Return which rows of the whole parameter `name` this rank has."""
 
-    def watched(self, hook: Hook) -> AbstractContextManager[None]:
-        """Return a context in which a backward pass calls `hook` with each gradient of this rank's own loss.
+    def watch(self, hook: Hook) -> None:
+        """From now on each backward pass calls `hook` with each gradient of this rank's own loss.
 
-        `hook` gets the gradient before it is accumulated or reduced.
+        `hook` gets the gradient before it is accumulated or reduced. Call this after the first forward pass.
         """
 
 
@@ -69,8 +68,8 @@ class WholeParameters:
     def rows(self, name: str) -> slice:
         return slice(0, self.shapes[name][0])
 
-    def watched(self, hook: Hook) -> AbstractContextManager[None]:
-        return _hooked(list(self.named.values()), hook)
+    def watch(self, hook: Hook) -> None:
+        _watch(self.named.values(), hook)
 
 
 class SplitParameters:
@@ -113,8 +112,8 @@ class SplitParameters:
         first = min(dist.get_rank() * each, count)
         return slice(first, min(first + each, count))
 
-    def watched(self, hook: Hook) -> AbstractContextManager[None]:
-        return _hooked([self._computing[name] for name in self.named], hook)
+    def watch(self, hook: Hook) -> None:
+        _watch((self._computing[name] for name in self.named), hook)
 
 
 def split(
@@ -163,11 +162,6 @@ def _local(tensor: "DTensor | Tensor") -> Tensor:
     return local
 
 
-@contextmanager
-def _hooked(tensors: Sequence[Tensor], hook: Hook) -> Iterator[None]:
-    hooks = [tensor.register_hook(partial(hook, number)) for number, tensor in enumerate(tensors)]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+def _watch(tensors: Iterable[Tensor], hook: Hook) -> None:
+    for number, tensor in enumerate(tensors):
+        tensor.register_hook(partial(hook, number))

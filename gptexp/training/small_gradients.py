@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,17 @@ class SmallGradients:
         self._first: list[Tensor | None] = []
         self._norms: list[Tensor] = []
         self._product: Tensor | None = None
+        # Hooks stay: to set them anew takes longer than to call them in the backward passes that they do not measure.
+        self._has_hooks = self._measures = False
+        self._block_norms: list[Tensor] = []  # of each tensor's gradient in the pass that hooks measure
+        self._products: list[Tensor] = []
+
+    def _measure(self, number: int, gradient: Tensor) -> None:
+        """The hook of parameter `number`."""
+        if self._measures:
+            self._block_norms.append(block_norms(gradient.float()))  # gradients of a split model may be bfloat16
+            if self._first and (first := self._first[number]) is not None:
+                self._products.append(dot(first, gradient))
 
     @contextmanager
     def __call__(self, micro_step: int, divisor: int) -> Iterator[None]:
@@ -36,26 +47,22 @@ class SmallGradients:
         if micro_step > 1:
             yield
             return
-        norms: list[Tensor] = []
-        products: list[Tensor] = []
-
-        def measure(number: int, gradient: Tensor) -> None:
-            norms.append(block_norms(gradient.float()))  # gradients of a split model may be bfloat16
-            if self._first and (first := self._first[number]) is not None:
-                products.append(dot(first, gradient))
-
         # DDP is used with `MeanReduction`, whose divisor is the number of backward passes.
-        with_hooks = micro_step == 1 or self._parameters.split or (self._reduced_by_ddp and divisor == 1)
-        with self._parameters.watched(measure) if with_hooks else nullcontext():
-            yield
+        by_hooks = micro_step == 1 or self._parameters.split or (self._reduced_by_ddp and divisor == 1)
+        if by_hooks and not self._has_hooks:
+            self._parameters.watch(self._measure)
+            self._has_hooks = True
+        self._block_norms, self._products, self._measures = [], [], by_hooks
+        yield
+        self._measures = False
         if micro_step == 0:
             self._norms, self._product = [], None
             if not self._parameters.split:
                 self._first = [p.grad for p in self._parameters.named.values()]
         elif self._first:
-            self._product = torch.stack(products).sum() * divisor**2
-        if with_hooks:
-            norm = norm_of_norms(torch.stack([norm_of_norms(of_blocks) for of_blocks in norms]))
+            self._product = torch.stack(self._products).sum() * divisor**2
+        if by_hooks:
+            norm = norm_of_norms(torch.stack([norm_of_norms(norms) for norms in self._block_norms]))
             self._first = []
         else:
             norm = total_norm([gradient for gradient in self._first if gradient is not None])
