@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 1024  # elements of one float32 sum of squares
-CPU_CHUNK = 1 << 18  # elements whose products are in memory at once: they fit in a core's cache
+CPU_CHUNK = 1 << 17  # elements whose products are in memory at once: they fit in a core's cache
 GPU_CHUNK = 1 << 22  # likewise, so that few kernels are started
 
 
