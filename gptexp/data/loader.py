@@ -6,7 +6,6 @@ windows of a step depend neither on the number of ranks nor on the micro-batch s
 """
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from gptexp.process.words import counted
 
 WINDOWS_AT_ONCE = 1024  # validation windows whose bytes are counted at once
 LOOKED_UP = 4096  # training windows that are found at once, in a millisecond; ten take a quarter of it
-PREFETCHED = 2  # number of micro-batches that are read in advance
+READ_AT_ONCE = 8  # micro-batches; to wake the thread that reads them costs more than to read one
 
 
 @dataclass
@@ -123,14 +122,18 @@ def fingerprint(rows: np.ndarray) -> int:
 def micro_batches(
     dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of `steps`. A thread reads them in advance."""
+    """Yield this rank's micro-batches of `steps`. A thread reads them in advance, up to `2 * READ_AT_ONCE`."""
     batches = _read(dataset, steps, rank, device)
+
+    def read() -> list[MicroBatch]:
+        return list(islice(batches, READ_AT_ONCE))
+
     thread = ThreadPoolExecutor(1, "prefetch")
-    ahead = deque(thread.submit(next, batches, None) for _ in range(PREFETCHED))
+    ahead = thread.submit(read)
     try:
-        while (batch := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(next, batches, None))
-            yield batch
+        while group := ahead.result():
+            ahead = thread.submit(read)
+            yield from group
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
 
