@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from markupsafe import Markup
+
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted, size_shown
@@ -45,6 +47,14 @@ class Index:
     columns: list[Column[Row]]
     minor: tuple[str, ...] = MINOR
     left: tuple[str, ...] = LEFT
+
+    def cells(self) -> list[tuple[Column[Row], str, Markup]]:
+        """Each column with its key, and the HTML attribute that its cells have; once for all rows."""
+        return [(column, column.key, self._attribute(column.key)) for column in self.columns]
+
+    def _attribute(self, key: str) -> Markup:
+        classes = " ".join(name for name, keys in (("minor", self.minor), ("text", self.left)) if key in keys)
+        return Markup(' class="{}"').format(classes) if classes else Markup()
 
 
 def build_index(directory: Path, read: Read | None = None) -> Index:
