@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     with permanent():
         from gptexp.reporting.charts.pictures import Drawing
 
-        drawing = Drawing()  # its processes start while other modules are imported
-        from gptexp.reporting.page.write import PAGE, show, write_report
+        with Drawing() as drawing:  # its processes start while other modules are imported
+            from gptexp.reporting.page.write import PAGE, show, write_report
 
-        report, _ = write_report(args.directory, args.behind, args.within, drawing)
+            report, _ = write_report(args.directory, args.behind, args.within, drawing)
     show(report, terminal_width(), args.verbose)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:

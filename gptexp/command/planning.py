@@ -19,7 +19,7 @@ from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir, tokens_hash
 from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
-from gptexp.distributed.ranks import Rank, count_cores
+from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import Device, pick_device
 from gptexp.machine.effective import Effective, load_effective
 from gptexp.machine.gpu_memory import excess, memory_by_sharding
@@ -29,6 +29,7 @@ from gptexp.model.allreduce import Alone
 from gptexp.model.flops import count_parameters, flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.model.memory import Memory
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn

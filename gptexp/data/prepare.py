@@ -23,7 +23,7 @@ from gptexp.data.stream import TokenStream, mark_verified, read_manifest, verify
 from gptexp.data.tokenise import Encoder, characters, tokenise
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.data.tokenizer_file import END_OF_TEXT, FileTokenizer
-from gptexp.distributed.ranks import count_cores
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted

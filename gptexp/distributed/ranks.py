@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 
 AT_ONCE = "GPTEXP_AT_ONCE"  # environment: number of runs that share this machine; a sweep sets it
@@ -146,11 +147,6 @@ def cores_per_rank(rank: Rank, at_once: int) -> int:
     if rank.by_srun and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
     return max(1, count_cores() // (rank.local_world_size * at_once))
-
-
-def count_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def runs_at_once() -> int:

@@ -14,10 +14,10 @@ import torch
 
 from gptexp.config.schema import Config, DataConfig, from_dict
 from gptexp.data.cache import cache_dir
-from gptexp.distributed.ranks import count_cores
 from gptexp.machine.cpu import fingerprint
 from gptexp.model.allreduce import NCCL, Network, ways_of
 from gptexp.model.gpus import GPUS_PER_NODE, NETWORKS, UNKNOWN_GPU, Gpu, Link, gpu_of
+from gptexp.process.cores import count_cores
 from gptexp.storage import run_dir
 
 FOLDER = "measured"  # in the cache directory

@@ -24,10 +24,11 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from gptexp.config.schema import Config
 from gptexp.distributed.group import backend_of, connect, destroy_process_group, gather
-from gptexp.distributed.ranks import Rank, count_cores, launcher_rank
+from gptexp.distributed.ranks import Rank, launcher_rank
 from gptexp.machine.device import check_device, pick_device
 from gptexp.machine.network import MOST_CROWDED, AllReduce, Fitted, keep
 from gptexp.model.allreduce import NCCL, Way
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.process.signals import at_parents_death
 from gptexp.process.words import counted

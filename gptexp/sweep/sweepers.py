@@ -23,7 +23,8 @@ from omegaconf import DictConfig
 
 from gptexp.config.fitted import fitted_warnings
 from gptexp.config.schema import Config, LogConfig, memory_key
-from gptexp.distributed.ranks import count_cores, launcher_rank
+from gptexp.distributed.ranks import launcher_rank
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.fields import LIMIT, parse_count
 from gptexp.process.imports import permanent

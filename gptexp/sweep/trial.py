@@ -18,8 +18,8 @@ from typing import Any
 from gptexp.config.metrics import Metric
 from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.distributed.ranks import count_cores
 from gptexp.model.flops import flops_per_token
+from gptexp.process.cores import count_cores
 from gptexp.process.imports import permanent
 from gptexp.run.observe import quiet, steps_of
 from gptexp.run.preloaded import Forked

@@ -15,9 +15,11 @@ import vl_convert
 from PIL import Image
 from sweeps import TOKENS, write_run, write_sweep
 
+from gptexp.reporting.charts.coordinates import Coordinates
+from gptexp.reporting.charts.coordinates import picture as coordinate_picture
 from gptexp.reporting.charts.drawer import VEGA_LITE, simplified
 from gptexp.reporting.charts.line_charts import Lines, line_charts
-from gptexp.reporting.charts.vega_lite import Figure, apart, theme
+from gptexp.reporting.charts.vega_lite import RUN_COLOURS, Figure, apart, theme
 from gptexp.reporting.listings.records import Point, find_runs
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
@@ -159,10 +161,24 @@ def test_lines_that_look_alike_are_drawn_as_one_path_in_the_same_pixels(tmp_path
     look = {"width": 400, "config": theme("light") | {"aria": False}}  # without labels the seeds of a cell look alike
     drawing = vl_convert.vegalite_to_svg(figures_of(write_sweep(tmp_path))["loss"].spec | look, vl_version=VEGA_LITE)
     together = simplified(drawing)
-    assert together.count("<ns0:path") == drawing.count("<path") - 15
+    pairs = 3 * 5  # batch sizes and learning rates with two seeds each
+    assert together.count("<ns0:path") == drawing.count("<path") - pairs
     [apart, one] = [pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, together)]
     assert abs(apart - one).max() < 64  # of 255, where the soft edges of two seeds' lines lie on each other
     assert (abs(apart - one) > 16).any(axis=2).mean() < 0.003
+
+
+def test_lines_of_several_panels_and_equal_symbols_of_a_legend_stay_where_they_are() -> None:
+    sizes = {name: [[[2.0 + step + width * number for step in range(3)]] for width in range(3)]
+             for number, name in enumerate(("attention", "mlp", "logits"))}  # fmt: skip
+    panels = coordinate_picture(Coordinates("muP", [32, 64, 128], 0.01, sizes))
+    values = [{"x": x, "y": x * number, "of": f"{number}"} for number in range(20) for x in (0, 1)]  # 8 colours
+    colour = {"field": "of", "type": "nominal", "scale": {"range": RUN_COLOURS["light"]}}
+    encoding = {**{axis: {"field": axis, "type": "quantitative"} for axis in "xy"}, "color": colour}
+    for spec in (panels, {"data": {"values": values}, "mark": {"type": "line", "clip": True}, "encoding": encoding}):
+        drawing = vl_convert.vegalite_to_svg(spec | {"config": theme("light") | {"aria": False}}, vl_version=VEGA_LITE)
+        [apart, one] = [pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, simplified(drawing))]
+        assert abs(apart - one).max() < 32
 
 
 def test_the_picture_has_no_labels_that_its_axis_has_no_room_for(tmp_path: Path) -> None:

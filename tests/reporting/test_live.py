@@ -205,6 +205,20 @@ def test_an_update_leaves_focus_scrolling_order_and_open_rows_alone(browser: "Br
 
 @pytest.mark.e2e
 @needs_chromium
+def test_a_row_that_is_no_longer_the_best_is_not_marked(browser: "Browser", tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "sweep", batches=(4096,), seeds=1)
+    with served(root) as address:
+        page, messages = opened(browser, address)
+        page.wait_for_selector("tbody.best")
+        write_run(root / "new", 4096, 0.021, 1, 3.5)
+        page.wait_for_selector("tbody.best[id='run-new']")
+        assert page.locator("tbody.best").count() == page.locator(".badge.best").count() == 1
+        assert messages == []
+        page.close()
+
+
+@pytest.mark.e2e
+@needs_chromium
 def test_charts_keep_their_height_zoom_switches_and_isolated_lines_when_cells_end(
     browser: "Browser", tmp_path: Path
 ) -> None:

@@ -6,10 +6,12 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import psutil
 import pytest
 from pages import leave_out_pictures
 from sweeps import report_of, write_run
@@ -162,6 +164,30 @@ def test_a_process_that_gptexp_starts_imports_nothing_from_the_current_folder(
     resumed = subprocess.run(resume_command(tmp_path), capture_output=True, text=True)
     assert "imported" not in resumed.stderr
     assert resumed.returncode == 2
+
+
+def test_a_process_that_is_lost_costs_no_picture_but_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with Drawing(at_once=2) as drawing:
+        drawing.add("no figure", {"mark": "no mark"})
+        for number in range(3):
+            drawing.add(f"{number}", {"mark": "point", "data": {"values": []}})
+        assert {*drawing.pngs()} == {"0", "1", "2"}
+    assert "pictures are missing: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ImportError"])
+def test_an_error_while_figures_are_drawn_ends_the_program_and_its_processes(error: str) -> None:
+    code = f"""
+from gptexp.reporting.charts.pictures import Drawing
+with Drawing(at_once=2) as drawing:
+    drawing.add("points", {{"mark": "point", "data": {{"values": []}}}})
+    print(*[process._process.pid for process in drawing._processes], flush=True)
+    raise {error}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert error in done.stderr
+    assert not any(psutil.pid_exists(int(number)) for number in done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from conftest import BYTES, e2e_then_slow, events, processes_of, runs, summary, 
 
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config
-from gptexp.distributed.ranks import count_cores
+from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name

@@ -3,19 +3,20 @@
 import base64
 import json
 import sys
+from itertools import groupby
 from xml.etree import ElementTree
 
 VEGA_LITE = "6.4"  # newest version in vl-convert 1.9; the page and the PNGs use the same
 SCALE = 2.0
 NOTHING = {"mark": "point", "data": {"values": []}}
-LINES = "role-scope"  # class of a group of lines in the SVG
+LINES = "pathgroup"  # part of the class of a group of lines in the SVG
 
 
 def simplified(drawing: str) -> str:
-    """An SVG that looks the same, and that resvg draws in a tenth of the time.
+    """An SVG that resvg draws in a tenth of the time. Only where soft edges of lines lie on each other, pixels differ.
 
-    Lines of a layer are clipped together, not each alone. Lines that look alike become one. Labels of an axis that has
-    no room for them go.
+    Lines of a layer are clipped together, not each alone. Neighbours that look alike become one line. Labels of an axis
+    that has no room for them go.
     """
     root = ElementTree.fromstring(drawing)
     for labels in root.iterfind(".//{*}text[@opacity='0']/.."):
@@ -25,14 +26,12 @@ def simplified(drawing: str) -> str:
         if LINES in layer.get("class", ""):
             for group in layer.iterfind(".//{*}g[@clip-path]"):
                 layer.set("clip-path", group.attrib.pop("clip-path"))  # they are all the same rectangle: the chart
-            alike: dict[frozenset[tuple[str, str]], ElementTree.Element] = {}
-            for group in layer.iterfind(".//{*}g"):
-                for line in group.findall("{*}path[@stroke]"):
-                    course = line.attrib.pop("d")
-                    first = alike.setdefault(frozenset(line.items()), line)
-                    first.set("d", first.get("d", "") + course)
-                    if first is not line:
-                        group.remove(line)
+            lines = [(group, line) for group in layer.iterfind(".//{*}g") for line in group.findall("{*}path[@stroke]")]
+            for _, alike in groupby(lines, lambda pair: {**pair[1].attrib, "d": ""}):
+                (_, first), *others = alike
+                first.set("d", "".join([first.attrib["d"], *(line.attrib["d"] for _, line in others)]))
+                for group, line in others:
+                    group.remove(line)
     return ElementTree.tostring(root, encoding="unicode")
 
 

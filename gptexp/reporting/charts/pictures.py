@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 from typing import Self
 
 from gptexp.config.paths import user_cache_dir
+from gptexp.process.cores import count_cores
 from gptexp.process.terminal import warn
 from gptexp.reporting.charts import drawer
 from gptexp.reporting.charts.vega_lite import Spec, theme
@@ -33,8 +34,7 @@ class Drawing:
     """
 
     def __init__(self, at_once: int | None = None) -> None:
-        cores = min(MOST_AT_ONCE, len(os.sched_getaffinity(0)))
-        self._processes = [_Process() for _ in range(at_once or cores)]
+        self._processes = [_Process() for _ in range(at_once or min(MOST_AT_ONCE, count_cores()))]
         self._waiting: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
         self._images: dict[str, bytes] = {}
         self._pool = ThreadPoolExecutor(len(self._processes))  # each thread waits for its process
@@ -55,20 +55,17 @@ class Drawing:
         self._waiting.put((key, json.dumps({**spec, **look})))
 
     def pngs(self) -> dict[str, bytes]:
-        """Wait for the pictures, by key. If one fails, prints why and returns nothing."""
+        """Wait for the pictures, by key. If some are missing, prints why."""
         for _ in self._processes:
             self._waiting.put(None)
-        try:
-            for end in self._ends:
-                end.result()
-        except _DrawingError as error:
-            warn(f"no pictures: {error}")
-            return {}
+        errors = [error for end in self._ends if (error := end.exception()) is not None]
+        for error in errors[:1]:
+            warn(f"pictures are missing: {error}")
         return self._images
 
     def _draw(self, process: "_Process") -> None:
-        while (numbered := self._waiting.get()) is not None:
-            key, request = numbered
+        while (waiting := self._waiting.get()) is not None:
+            key, request = waiting
             self._images[key] = base64.b64decode(process.answer(request))
 
 

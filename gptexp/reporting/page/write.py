@@ -6,6 +6,7 @@ means. These five work on plain numbers; `analysis` applies them to the runs. `a
 """
 
 import csv
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def write_report(
     Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`; `drawing` is
     one that has started already.
     """
-    with drawing or Drawing() as drawing:
+    with Drawing() if drawing is None else nullcontext(drawing) as drawing:
         return _write(build_report(directory, behind_nats=behind_nats, within=within, drawing=drawing), drawing)
 
 

@@ -296,8 +296,12 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
         lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
     for run, _, text, usual in _unlike_most(texts):
         lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
-    data = {run.name: _data(run) for run in runs}
-    reads = [(run, (data[run.name], tokens), read) for run in runs for tokens, read in sorted(run.fingerprints.items())]
+    reads = [
+        (run, (data, tokens), read)
+        for run in runs
+        for data in [_data(run)]
+        for tokens, read in sorted(run.fingerprints.items())
+    ]
     named = set()  # one difference for each run is enough
     for run, (_, tokens), read, usual in _unlike_most(reads):
         if run.name not in named:

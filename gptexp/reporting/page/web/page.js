@@ -172,6 +172,8 @@ function update(element, fresh) {
   if (element.id === "state" || element.classList.contains("plot")) return;  // `poll` and Vega write into these
   for (const {name, value} of fresh.attributes)
     if (!KEPT.has(name) && element.getAttribute(name) !== value) element.setAttribute(name, value);
+  for (const {name} of [...element.attributes])
+    if (!KEPT.has(name) && !fresh.hasAttribute(name)) element.removeAttribute(name);
   // Children with an id are found by it, wherever the reader has sorted them to; others by their place.
   const named = new Map([...element.children].filter(child => child.id).map(child => [child.id, child]));
   const unnamed = [...element.childNodes].filter(child => !child.id);
