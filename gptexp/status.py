@@ -16,7 +16,8 @@ from gptexp.storage.run_dir import require_directory
 def main(argv: list[str] | None = None) -> None:
     """Show the progress of a sweep's cells: status, tokens, validation loss, and the time until all are done.
 
-    Of a search (gptexp tune) also how far the best learning rate of each batch size is known.
+    It reads the end of each log. gptexp report reads the whole, and names lines that are missing or damaged. Of a
+    search (gptexp tune) also how far the best learning rate of each batch size is known.
     """
     parser = Parser("status", main.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -202,7 +202,12 @@ def print_plan(cfg: Config, request: Request = HERE) -> None:
         warn(f"warning: {line}")
 
 
-Epoch = tuple[int | None, list[str]]  # training tokens (None: the corpus is not in the cache), warnings about the text
+class Epoch(NamedTuple):
+    """A pass over the training part of a corpus."""
+
+    tokens: int | None = None  # None: the corpus is not in the cache
+    text: str | None = None  # hash of the corpus, if the validation part is cut from it
+    problems: Sequence[str] = ()
 
 
 def plan(
@@ -210,9 +215,9 @@ def plan(
 ) -> Plan:
     """Return the arithmetic of a run and its resolved `auto` values.
 
-    `earlier` are the values of an earlier cell of the sweep, and `epochs` the texts of earlier cells, to which it adds
-    its own. For a `gpu`, which this machine need not have, the plan's
-    `time` follows from published figures. Raises `ConfigError` for a device that is missing.
+    `earlier` are the values of an earlier cell of the sweep, and `epochs` the passes that earlier cells have counted,
+    to which it adds its own. For a `gpu`, which this machine need not have, the plan's `time` follows from published
+    figures. Raises `ConfigError` for a device that is missing.
     """
     world_size, device, n_vocab = cfg.world.size or 1, _device(cfg, gpu), count_ids(cfg.data)
     on_gpus_here = isinstance(device, torch.device) and device.type == "cuda"
@@ -235,11 +240,12 @@ def plan(
     sized = with_vocab_size(cfg, effective.vocab_size.value)
     memory, run = estimate(sized, effective, world_size), plan_run(sized, effective.micro_batch_size.value)
     shardings = memory_by_sharding(sized, effective, world_size, resolved) if world_size > 1 else {}
-    text, epochs = repr((sized.data, sized.seq_len)), {} if epochs is None else epochs
-    if text not in epochs:
-        epochs[text] = _count_epoch_tokens(sized)
-    epoch_tokens, text_warnings = epochs[text]
-    planned = Plan(cfg, run, effective, memory, shardings, epoch_tokens, gpu, text_warnings + warnings)
+    windows, epochs = repr((sized.data, sized.seq_len)), {} if epochs is None else epochs
+    if windows not in epochs:
+        epochs[windows] = _count_epoch(sized)
+    epoch = epochs[windows]
+    warnings = [*epoch.problems, *(other_text(sized, epoch.text) if epoch.text is not None else []), *warnings]
+    planned = Plan(cfg, run, effective, memory, shardings, epoch.tokens, gpu, warnings)
     if planned.epochs is not None and planned.epochs > MOST_EPOCHS:
         planned.warnings.append(
             f"{rounded(planned.epochs)} epochs: text that is read more than {MOST_EPOCHS} times is worth clearly less "
@@ -263,19 +269,19 @@ def _device(cfg: Config, gpu: Gpu | None) -> Device:
     return gpu or UNKNOWN_GPU
 
 
-def _count_epoch_tokens(cfg: Config) -> Epoch:
-    """Count the tokens of an epoch. They do not depend on the seed."""
+def _count_epoch(cfg: Config) -> Epoch:
+    """Count the tokens of an epoch. They depend on the windows alone."""
     directory = prepared_dir(cfg.data)
     if directory is None:
-        return None, []
+        return Epoch()
     stream = TokenStream(directory, cfg.data.max_tokens)
     try:
         own = has_own_validation(cfg.data)
         data = replace(cfg.data, val_tokens=0, val_ratio=None) if own else cfg.data
         tokens = split(data, len(stream), cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len
-        return tokens, [] if own else other_text(cfg, tokens_hash(stream))
+        return Epoch(tokens, None if own else tokens_hash(stream))
     except DataError as error:
-        return 0, [str(error)]
+        return Epoch(0, problems=[str(error)])
 
 
 def add_times(plans: Sequence[Plan]) -> None:

@@ -21,6 +21,7 @@ from yaml.composer import Composer
 
 MAX_BYTES = 64 << 20  # the largest legitimate file, the manifest of 10^12 tokens, has 2 MB
 TOP_LEVEL = re.compile(r"(?<=\n)(?=[a-z_]+:)")  # between two sections of a saved config
+SECTION = re.compile(r"[a-z_]+:(?!.*^\.\.\.)", re.MULTILINE | re.DOTALL)  # "..." would end the document
 INTEGER_LIMIT = 2**64  # exclusive limit of the absolute value: fingerprints have 64 bits
 
 
@@ -97,8 +98,9 @@ def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file as plain data. Raises `OSError` or `ValueError`."""
     text = read_text(path)
     try:
-        parts = [_copied(_section(section)) for section in TOP_LEVEL.split(text)]
-        if all(isinstance(part, dict) for part in parts):
+        sections = TOP_LEVEL.split(text)
+        parts = [_copied(_section(section)) for section in sections]
+        if all(isinstance(part, dict) for part in parts) and all(map(SECTION.match, sections)):
             return {key: value for part in parts for key, value in part.items()}
     except (yaml.YAMLError, RecursionError):  # the whole text may have a value that goes on at the begin of a line
         pass

@@ -62,6 +62,7 @@ class CellSweeper(Sweeper):
         self.looked = 0.0  # s of the monotonic clock: the last look at `elsewhere`
         self.free_gpus: list[str] = []
         self.failed: list[Cell] = []
+        self.by_memory: dict[Any, dict[str, Any]] = {}  # memory key -> the `auto` values of a cell that has it
         self.report: Report | None = None  # at the end
         self.begun = self.done = self.total = 0  # cells of this command: started, ended, to run
 
@@ -373,8 +374,11 @@ class CellSweeper(Sweeper):
         The memory needs decide the micro-batch size. A sweep resolves all other values once, for all cells.
         """
         key, own = memory_key(cell.config), cell.directory / run_dir.EFFECTIVE
-        alike = (values for values in decisions(self.directory) if values.get("memory_key") == key)
-        if not own.exists() and (values := next(alike, None) or run_dir.read_json(self.directory / run_dir.EFFECTIVE)):
+        if own.exists():
+            return
+        if key not in self.by_memory:  # reads those of all cells, of which there may be thousands
+            self.by_memory = {values.get("memory_key"): values for values in reversed(decisions(self.directory))}
+        if values := self.by_memory.get(key) or run_dir.read_json(self.directory / run_dir.EFFECTIVE):
             own.parent.mkdir(parents=True, exist_ok=True)
             run_dir.write_json(own, values)
 

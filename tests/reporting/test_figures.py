@@ -20,7 +20,7 @@ from gptexp.reporting.charts.coordinates import picture as coordinate_picture
 from gptexp.reporting.charts.drawer import VEGA_LITE, simplified
 from gptexp.reporting.charts.line_charts import Lines, line_charts
 from gptexp.reporting.charts.vega_lite import RUN_COLOURS, Figure, apart, theme
-from gptexp.reporting.listings.records import Point, find_runs
+from gptexp.reporting.listings.records import find_runs
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
 
@@ -191,11 +191,17 @@ def test_the_picture_has_no_labels_that_its_axis_has_no_room_for(tmp_path: Path)
     assert np.array_equal(*[pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, fewer)])
 
 
-@pytest.mark.parametrize(("count", "kept"), [(2, 64), (2000, 8)])
-def test_a_chart_of_many_runs_has_some_points_of_each_and_its_end(tmp_path: Path, count: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "of", "kept"), [(2, "train", 64), (2, "val", 1001), (100, "val", 163), (2000, "val", 8)]
+)
+def test_a_chart_of_many_runs_has_some_points_of_each_and_its_end(
+    tmp_path: Path, count: int, of: str, kept: int
+) -> None:
+    """All evaluations, unless all runs together have very many."""
     write_run(tmp_path / "run", 4096, 0.02, 1, 4.0)
     [run] = find_runs(tmp_path / "run")
-    run = replace(run, val=[Point(step, step, 1.0, 1.0) for step in range(1, 1002)])
+    points = [replace(run.train[0], step=step, tokens=step, loss=1.0) for step in range(1, 1002)]
+    run = replace(run, **{"val": [], of: points})
     losses, *_ = line_charts(Lines([replace(run, name=f"{number}") for number in range(count)]))
     steps = [point["steps"] for point in losses.spec["data"]["values"] if point["run"] == "1"]
     assert kept <= len(steps) <= 2 * kept

@@ -13,6 +13,7 @@ from conftest import ForkServer
 from refusals import codes_in
 from sweeps import TOKENS, compose_sweep, report_of, write_sweep
 
+from gptexp.command import planning
 from gptexp.config.branching import Parent
 from gptexp.config.compose import compose
 from gptexp.config.fitted import fitted_warnings, other_text
@@ -286,6 +287,15 @@ def test_another_text_is_warned_of_unless_a_key_says_so(own: str) -> None:
     assert (other_text(like, "0123"), other_text(like, "4567")) == ([], [line])
     assert other_text(compose([*LIKE, "data=shakespeare"], own), "4567") == []
     assert other_text(compose([*LIKE, "optim.lr=0.5"], own), "4567") == []
+
+
+def test_a_plan_of_cells_warns_of_another_text_where_the_law_is_used(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_count_epoch", lambda cfg: planning.Epoch(10**9, "4567"))
+    cells = [compose([*LIKE[:-1], "optim=adamw"], own), compose([*LIKE], own)]
+    for order in (cells, cells[::-1]):
+        epochs: dict[str, planning.Epoch] = {}
+        warned = [any("hash 4567" in line for line in planning.plan(cfg, epochs=epochs).warnings) for cfg in order]
+        assert warned == [cfg is cells[1] for cfg in order]
 
 
 def test_a_law_without_facts_is_used_without_a_question(own: str, tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ CONTINUED = [  # a section that seems to begin in the middle of a value
     "a: 1\nb: 2\n---\nc: 3\n",
     "",
     "a:\nb",
+    "a: 1\n...\nb: 2\n",
+    "{a: 1}\nb: 2\n",
+    "  a: 1\nb: 2\n",
+    "{}\na: 1\n",
 ]
 
 

@@ -98,7 +98,9 @@ def test_example_cells_of_an_optuna_sweep_contain_every_value_and_both_ends() ->
     ]
 
 
-def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs(tmp_path: Path) -> None:
+def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without such a cell, it reuses the first decision of the sweep."""
 
     def new_cell(name: str, batch: int, lr: str, model: str = "nano") -> Cell:
@@ -121,3 +123,6 @@ def test_a_cell_reuses_the_micro_batch_found_for_a_cell_of_the_same_memory_needs
     for cell, like in ((new_cell("c", 8192, "2e-3"), "b"), (new_cell("d", 4096, "1e-3", "mini"), "a"), (large, "b")):
         sweep.take_decisions(cell)
         assert run_dir.read_json(cell.directory / run_dir.EFFECTIVE) == made[like]
+    monkeypatch.setattr("gptexp.sweep.sweepers.decisions", lambda directory: pytest.fail("all cells are read again"))
+    sweep.take_decisions(new_cell("e", 8192, "3e-3"))
+    assert run_dir.read_json(tmp_path / "e" / run_dir.EFFECTIVE) == made["b"]

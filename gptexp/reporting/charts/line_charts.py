@@ -262,7 +262,7 @@ def _loss_points(lines: Lines, run: Run, kind: str) -> list[Spec]:
     return [
         {"tokens": p.tokens, "steps": p.step, "time": p.seconds, "loss": loss, "smooth": mean, "of": kind,
          "dot": dot, "settled": counts and p.tokens > run.warmup_tokens, **_run_fields(lines, run, p)}
-        for (p, loss), mean in _thinned(lines, smoothed)
+        for (p, loss), mean in _thinned(lines, smoothed, THIN if kind == "training" else MOST_POINTS)
     ]  # fmt: skip
 
 
@@ -383,9 +383,9 @@ def _sharpness(lines: Lines) -> Iterator[Figure]:
         yield figure(key, title, _caption(lines, text, points), spec, is_diagnostic=True)
 
 
-def _thinned(lines: Lines, points: Sequence[T]) -> Sequence[T]:
-    """The points of a run that the chart shows, with the last one."""
-    kept = max(LEAST, min(THIN, MOST_POINTS // len(lines.runs)))
+def _thinned(lines: Lines, points: Sequence[T], enough: int = THIN) -> Sequence[T]:
+    """The points of a run that the chart shows, with the last one: at least `enough`, fewer of very many runs."""
+    kept = max(LEAST, min(enough, MOST_POINTS // len(lines.runs)))
     stride = 1 if lines.in_detail else max(1, len(points) // kept)
     return points[(len(points) - 1) % stride :: stride]
 

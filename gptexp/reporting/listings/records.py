@@ -274,13 +274,13 @@ def _read_metrics(run: Run, config: Config, last_bytes: int | None) -> None:
         return
     found = scan(path, last_bytes)
     lines = found.lines
-    if not found.is_whole:
-        first = found.logged[0] if found.logged else first
-        last_eval = newest(path, EVAL_EVENT)
-        lines = [*([(0, last_eval.string)] if last_eval is not None else []), *lines]
     end = found.logged[-1] + 1 if found.logged else first
     if run.status in WROTE_ITS_END:  # a process that was killed has not written its number of steps
         end = run.summary.get("steps", first)
+    if not found.is_whole:
+        first = found.logged[0] if found.logged else end
+        if not any(EVAL_EVENT.search(line) for _, line in lines) and (last_eval := newest(path, EVAL_EVENT)):
+            lines = [(0, last_eval.string), *lines]
     run.gaps = missing_steps(found.logged, end, config.train.log_every, first)
     if run.gaps:
         run.problem = printable(f"{path}: {described(run.gaps)}")
