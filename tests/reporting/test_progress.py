@@ -160,8 +160,7 @@ def test_the_status_of_a_long_run_is_read_from_its_end(tmp_path: Path, monkeypat
     assert (cell.status, cell.tokens, cell.loss) == ("failed", end.train[-1].tokens, whole.val[-1].loss)
     metrics.write_text("".join(lines[:-10] + lines[-5:]))
     assert "no line for steps" in (read_end(tmp_path / "run").problem or "")
-    metrics.write_text(
-        "".join(lines) + 200 * '{"event": "alert", "step": 4000, "tokens": 9, "text": "a long text of an alert"}\n'
-    )
+    alert = '{"event": "alert", "step": 4000, "tokens": 9, "text": "more alerts than are read"}\n'
+    metrics.write_text("".join(lines) + 400 * alert)
     end = read_end(tmp_path / "run")
     assert (end.train, len(end.val), end.gaps, end.problem) == ([], 1, [], None)
