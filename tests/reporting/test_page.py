@@ -114,12 +114,13 @@ def test_every_figure_is_drawn_and_readable(browser: "Browser", report: Path, wi
 def test_the_points_of_a_figure_reach_the_browser_with_seven_digits(opened: Open, report: Path) -> None:
     """The page holds them as columns."""
 
-    def rounded(spec: Any) -> Any:
-        if isinstance(spec, dict):
-            return {key: rounded(value) for key, value in spec.items() if value is not None}
-        return (
-            [*map(rounded, spec)] if isinstance(spec, list) else float(f"{spec:.7g}") if type(spec) is float else spec
-        )
+    def rounded(part: Any, of_point: bool = False) -> Any:
+        if isinstance(part, dict):  # a value that a point lacks is the same as null
+            inner = {key: rounded(value, of_point or key == "values") for key, value in part.items()}
+            return {key: value for key, value in inner.items() if not of_point or value is not None}
+        if isinstance(part, list):
+            return [rounded(item, of_point) for item in part]
+        return float(f"{part:.7g}") if type(part) is float else part
 
     expected = [figure.spec for figure in build_report(report.parent).figures]
     drawn = opened(report).evaluate("PAGE.figures.map(figure => unpacked(figure.spec))")

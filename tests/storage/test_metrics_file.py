@@ -9,6 +9,7 @@ import pytest
 
 from gptexp.storage.metrics_file import BLOCK, POINTS, newest, scan
 
+OTHERS = ("alert", "fault", "sample", "sharpness")
 STEP = re.compile(rb'"event": "eval".*"val/loss": (\d[\d.]*)')
 
 
@@ -18,7 +19,7 @@ def write(path: Path, steps: int, draw: random.Random) -> list[bytes]:
     for step in range(steps):
         lines.append({"event": "step", "time": draw.random() * 1e9, "step": step, "tokens": 8 * step})
         if draw.random() < 0.02:
-            lines.append({"event": draw.choice(["eval", "alert", "profile"]), "step": step, "val/loss": step / 8})
+            lines.append({"event": draw.choice(["eval", *OTHERS, "profile"]), "step": step, "val/loss": step / 8})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path.read_bytes().splitlines(keepends=True)
 
@@ -31,7 +32,7 @@ def test_one_pass_keeps_every_nth_step_and_all_events_that_a_report_shows(tmp_pa
     kept = [
         (number, line)
         for number, line in enumerate(lines, 1)
-        if (event := json.loads(line))["event"] in ("eval", "alert")
+        if (event := json.loads(line))["event"] in ("eval", *OTHERS)
         or (event["event"] == "step" and (event["step"] + 1) % stride == 0)
     ]
     assert found.lines == kept
