@@ -175,7 +175,10 @@ def test_lines_of_several_panels_and_equal_symbols_of_a_legend_stay_where_they_a
     values = [{"x": x, "y": x * number, "of": f"{number}"} for number in range(20) for x in (0, 1)]  # 8 colours
     colour = {"field": "of", "type": "nominal", "scale": {"range": RUN_COLOURS["light"]}}
     encoding = {**{axis: {"field": axis, "type": "quantitative"} for axis in "xy"}, "color": colour}
-    for spec in (panels, {"data": {"values": values}, "mark": {"type": "line", "clip": True}, "encoding": encoding}):
+    lines = {"data": {"values": values}, "mark": {"type": "line", "clip": True}, "encoding": encoding}
+    faint = {**lines, "mark": {"type": "line", "opacity": 0.5}, "encoding": {**encoding, "detail": encoding["color"]}}
+    faint["encoding"].pop("color")
+    for spec in (panels, lines, faint):
         drawing = vl_convert.vegalite_to_svg(spec | {"config": theme("light") | {"aria": False}}, vl_version=VEGA_LITE)
         [apart, one] = [pixels(vl_convert.svg_to_png(svg)) for svg in (drawing, simplified(drawing))]
         assert abs(apart - one).max() < 32

@@ -27,7 +27,9 @@ def simplified(drawing: str) -> str:
             for group in layer.iterfind(".//{*}g[@clip-path]"):
                 layer.set("clip-path", group.attrib.pop("clip-path"))  # they are all the same rectangle: the chart
             lines = [(group, line) for group in layer.iterfind(".//{*}g") for line in group.findall("{*}path[@stroke]")]
-            for _, alike in groupby(lines, lambda pair: {**pair[1].attrib, "d": ""}):
+            for look, alike in groupby(lines, lambda pair: {**pair[1].attrib, "d": ""}):
+                if look.get("opacity", "1") != "1":  # where two lines cross, they are darker
+                    continue
                 (_, first), *others = alike
                 first.set("d", "".join([first.attrib["d"], *(line.attrib["d"] for _, line in others)]))
                 for group, line in others:
