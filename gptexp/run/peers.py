@@ -109,14 +109,18 @@ def compare(
         prepare(compose([*of_workload, *overrides]).data)
     turns.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": versions(), "git_commit": git_commit(), "workloads": {}}
+    has_failed = False
     for name, of_workload in workloads.items():
         measured = result["workloads"][name] = in_turns(name, [*of_workload, *overrides], checkout, turns)
         run_dir.write_json(turns.out / "peers.json", result)  # each time, so that an interrupted one keeps its results
         if not as_json:
             show(name, measured)
+        errors = {program: row["error"] for program, row in measured["programs"].items() if "error" in row}
+        for program, error in errors.items():
+            print(f"{name}: {program}: {error}", file=sys.stderr, flush=True)
+        has_failed |= bool(errors)
     print(json.dumps(result, indent=1) if as_json else f"{turns.out}/peers.json")
-    rows = [row for measured in result["workloads"].values() for row in measured["programs"].values()]
-    return EXIT_FAILED if any("error" in row for row in rows) else 0
+    return EXIT_FAILED if has_failed else 0
 
 
 def _require_nanogpt(checkout: Path) -> None:
@@ -134,7 +138,7 @@ def in_turns(name: str, overrides: Sequence[str], checkout: Path, wanted: Turns)
     """
     steps, out = wanted.steps, wanted.out / name
     out.mkdir()
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(out / "compiled"))
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(out / "compiled")
     turns: dict[str, list[Turn]] = {}
     errors: dict[str, str] = {}
 
@@ -145,7 +149,6 @@ def in_turns(name: str, overrides: Sequence[str], checkout: Path, wanted: Turns)
                 of_program.append(turn())
             except UserError as error:
                 errors[program] = str(error)
-                print(f"{name}: {program}: {error}", file=sys.stderr, flush=True)
 
     first = out / "0"
     for number in range(wanted.rounds):
@@ -156,8 +159,8 @@ def in_turns(name: str, overrides: Sequence[str], checkout: Path, wanted: Turns)
         peers = _peers(effective["device"], effective["dtype"])
         for peer in peers:
             take(peer.name, partial(_nanogpt, peer, checkout, config, effective, steps, cache))
-        medians = {name: statistics.median(of_it[-1].step_ms) for name, of_it in turns.items() if name not in errors}
-        said = ", ".join(f"{program} {ms:.1f} ms" for program, ms in medians.items())
+        last = {program: of_it[-1].step_ms for program, of_it in turns.items() if program not in errors}
+        said = ", ".join(f"{program} {statistics.median(times):.1f} ms" for program, times in last.items())
         print(f"round {number + 1}: {said}", file=sys.stderr, flush=True)
     dtypes = {OWN: effective["dtype"], **{peer.name: peer.dtype for peer in peers}}
     figures = _medians({program: of_it for program, of_it in turns.items() if program not in errors})
@@ -228,9 +231,9 @@ def _nanogpt(peer: Peer, checkout: Path, config: Config, effective: Mapping[str,
 
 
 def _environment(peer: Peer, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of nanoGPT's process, where the user has `given` this process its own.
+    """The environment of nanoGPT's process. `given` is that which the user gave to this process.
 
-    `run_verb` has added gptexp's GOMP_SPINCOUNT to that.
+    `run_verb` has added gptexp's GOMP_SPINCOUNT to it.
     """
     if peer.is_helped:
         return {**os.environ, **KEEP_FREED_MEMORY}

@@ -227,27 +227,36 @@ def test_a_program_that_fails_is_left_out_and_the_others_are_measured(
     assert rows_of(capsys.readouterr()[0])["nanoGPT, float32"] == ["failed"]
 
 
-def test_a_workload_whose_run_fails_keeps_the_results_of_the_others(
+def test_a_run_that_fails_keeps_the_results_of_other_programs_and_workloads(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table of the first workload is printed before the second one begins."""
+    """That of `small` fails before it has chosen a shape, that of `char` after it, and in the second round only.
+
+    The table of a workload is printed before the next one begins.
+    """
     tables = []
 
-    def run(workload: Workload, *args: object) -> Observed:
-        if "model.n_layer=4" in workload.overrides:  # of `small`
-            tables.append(capsys.readouterr()[0])
+    def run(workload: Workload, extra: Sequence[str], directory: Path, *args: object) -> Observed:
+        tables.append(capsys.readouterr()[0])
+        if directory.parent.name == "small" or directory.match("char/1"):
             raise UserError("the run ended early: more memory than there is")
-        return fake_run(workload, *args)  # type: ignore[arg-type]
+        return fake_run(workload, extra, directory, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(peers, "run_until", run)
-    assert bench.main(["nano", "small", *argv]) == 1
-    assert rows_of(tables[0])["gptexp"][0] == "50.0"
-    kept = json.loads((tmp_path / "out" / "peers.json").read_text())["workloads"]
-    assert kept["small"] == {"programs": {"gptexp": {"error": "the run ended early: more memory than there is"}}}
-    assert kept["nano"]["programs"]["gptexp"]["step_ms"] == 50
+    assert bench.main(["nano", "small", "char", *argv]) == 1
     printed, said = capsys.readouterr()
-    assert "small: gptexp: the run ended early: more memory than there is" in said
-    assert rows_of(printed) == {"gptexp": ["failed"]}
+    error = {"error": "the run ended early: more memory than there is"}
+    assert rows_of(tables[2])["gptexp"][0] == "50.0"  # tables[0] and [1]: before the rounds of `nano`
+    assert rows_of(tables[3]) == {"gptexp": ["failed"]}
+    assert {program: cells[0] for program, cells in rows_of(printed).items()} == {
+        "gptexp": "failed", "nanoGPT, float32": "106.0", "nanoGPT, helped, bfloat16": "106.0",
+    }  # fmt: skip
+    assert "×" not in printed
+    assert f"char: gptexp: {error['error']}" in said
+    kept = json.loads((tmp_path / "out" / "peers.json").read_text())["workloads"]
+    assert kept["nano"]["programs"]["gptexp"]["step_ms"] == 50
+    assert kept["small"] == {"programs": {"gptexp": error}}
+    assert kept["char"]["programs"]["gptexp"] == {"dtype": "bfloat16", **error}
 
 
 @pytest.mark.parametrize("given", [None, "a cache"])
