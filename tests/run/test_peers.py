@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -94,18 +95,27 @@ def test_nanogpt_gets_the_options_tokens_and_dtype_of_the_run(checkout: Path, tm
     assert (CPU_CONTEXT not in seen["program"]) == is_helped  # which makes it ignore its dtype on a CPU
 
 
-def test_nanogpt_as_it_is_has_the_users_spin_count_and_helped_that_of_gptexp(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which `run_verb` sets GOMP_SPINCOUNT; it is taken back after the test."""
     monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.delenv(SPINS, raising=False)
+    monkeypatch.setenv(SPINS, "")
+    monkeypatch.delenv(SPINS)
+
+
+@pytest.mark.usefixtures("no_spins")
+@pytest.mark.parametrize(("given", "as_it_is", "helped"), [({}, None, "3000"), ({SPINS: "7"}, "7", "7")])
+def test_nanogpt_as_it_is_has_the_users_spin_count_and_helped_that_of_gptexp(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], as_it_is: str | None, helped: str
+) -> None:
     monkeypatch.setattr(sys, "argv", ["bench"])
-    for given in ({}, {SPINS: "7"}):
-        monkeypatch.setenv(SPINS, "7") if given else None
-        with pytest.raises(SystemExit):
-            run_verb(lambda argv: 0)
-        as_it_is, helped = (peers._environment(Peer("float32", is_helped), given) for is_helped in (False, True))
-        assert (as_it_is.get(SPINS), helped[SPINS]) == (("7", "7") if given else (None, "3000"))
-        assert {**as_it_is, **KEEP_FREED_MEMORY, SPINS: helped[SPINS]} == helped
-        monkeypatch.delenv(SPINS)
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SystemExit):
+        run_verb(lambda argv: 0)
+    environments = [peers._environment(Peer("float32", is_helped), given) for is_helped in (False, True)]
+    assert [env.get(SPINS) for env in environments] == [as_it_is, helped]
+    assert {**environments[0], **KEEP_FREED_MEMORY, SPINS: helped} == environments[1]
 
 
 def test_a_nanogpt_that_fails_or_prints_something_else_is_an_error(
@@ -136,13 +146,15 @@ def test_a_nanogpt_that_fails_or_prints_something_else_is_an_error(
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nanogpt_ends_with_the_bench(checkout: Path, tmp_path: Path, number: int) -> None:
+    """Its folder goes too, unless the bench was killed."""
     (checkout / "train.py").write_text(STAND_IN.replace("for number in", "time.sleep(600)\nfor number in"))
     call = (
         f"_nanogpt(Peer('float32', False), Path({str(checkout)!r}), test_peers.resolved(), test_peers.EFFECTIVE, 2, '')"
     )
     imports = "import test_peers\nfrom pathlib import Path\nfrom gptexp.run.peers import Peer, _nanogpt"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/run")])
-    parent = subprocess.Popen([sys.executable, "-c", f"{imports}\n{call}"], env={**os.environ, "PYTHONPATH": path})
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", f"{imports}\n{call}"], env=env)
     seen = tmp_path / "seen.json"
     try:
         while not (seen.exists() and seen.read_text().endswith("}")):
@@ -156,6 +168,7 @@ def test_nanogpt_ends_with_the_bench(checkout: Path, tmp_path: Path, number: int
     for process in alive:
         process.kill()
     assert not alive
+    assert len([*tmp_path.glob("nanogpt-*")]) == (number == signal.SIGKILL)
 
 
 def fake_run(workload: Workload, extra: Sequence[str], directory: Path, cache: str, steps: int) -> Observed:
@@ -329,6 +342,14 @@ def test_the_check_on_a_gpu_gives_its_arguments_to_bench(monkeypatch: pytest.Mon
                      "--rounds", "1", "--steps", "25"]  # fmt: skip
     with pytest.raises(ConfigError, match="--only=tuned: bench --peers leaves out no other program"):
         compare_nanogpt(["CHECKOUT", "model=gpt2", *options, "tuned"])
+
+
+@pytest.mark.usefixtures("no_spins")
+def test_the_check_on_a_gpu_measures_in_the_environment_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "main", lambda argv: int(os.environ[SPINS]))
+    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", "CHECKOUT", "model=gpt2"])
+    with pytest.raises(SystemExit, match="3000"):
+        runpy.run_path(str(ROOT / "tests/compare_nanogpt.py"), run_name="__main__")
 
 
 def test_a_ratio_is_that_of_the_medians_of_one_round() -> None:
