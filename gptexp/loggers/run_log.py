@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -149,5 +150,9 @@ def peak_memory_gib() -> float:
     """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    with suppress(OSError), Path("/proc/self/status").open() as status:  # Linux, where ru_maxrss counts the parent too
+        for line in status:
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
