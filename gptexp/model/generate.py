@@ -62,10 +62,10 @@ class InferenceLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
+        if self.weight.is_mkldnn:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
         with matmul_precision(self.precision):
-            if self.weight.is_mkldnn:
-                y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-                return y
             return F.linear(x, self.weight, self.bias)
 
 
