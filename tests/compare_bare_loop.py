@@ -58,7 +58,7 @@ def bare_loop(directory: Path, steps: int) -> None:
                 (loss / micro_steps).backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), cfg.optim.grad_clip)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=ddp is None)  # DDP's gradients are views of its buckets
         if step % 10 == 0:
             loss.item()
         times.append(1e3 * (time.perf_counter() - began))

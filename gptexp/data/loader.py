@@ -6,10 +6,11 @@ windows of a step depend neither on the number of ranks nor on the micro-batch s
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,8 @@ from gptexp.process.errors import DataError
 from gptexp.process.words import counted
 
 WINDOWS_AT_ONCE = 1024  # validation windows whose bytes are counted at once
-LOOKED_UP = 4096  # training windows that are found at once, in a millisecond; ten take a quarter of it
-READ_AT_ONCE = 8  # micro-batches; to wake the thread that reads them costs more than to read one
+WINDOWS_LOOKED_UP = 4096  # training windows whose first tokens are found at once: fewer take longer for each
+TOKENS_READ = 4096  # of the micro-batches that are read at once: to wake a thread takes longer than to read 512 tokens
 
 
 @dataclass
@@ -122,44 +123,60 @@ def fingerprint(rows: np.ndarray) -> int:
 def micro_batches(
     dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches of `steps`. A thread reads them in advance, up to `2 * READ_AT_ONCE`."""
-    batches = _read(dataset, steps, rank, device)
-
-    def read() -> list[MicroBatch]:
-        return list(islice(batches, READ_AT_ONCE))
-
+    """Yield this rank's micro-batches of `steps`. While those of a group are used, a thread reads the next group."""
+    groups = _groups(_read(dataset, steps, rank, device))
     thread = ThreadPoolExecutor(1, "prefetch")
-    ahead = thread.submit(read)
+    following = thread.submit(next, groups, None)
     try:
-        while group := ahead.result():
-            ahead = thread.submit(read)
-            yield from group
+        while (group := following.result()) is not None:
+            following = thread.submit(next, groups, None)
+            while group:
+                yield group.popleft()  # nothing here keeps it alive
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
 
 
+def _groups(batches: Iterable[MicroBatch]) -> Iterator[deque[MicroBatch]]:
+    """Yield `batches` in groups of at least `TOKENS_READ` tokens. Those before an error are a group too."""
+    group, tokens = deque[MicroBatch](), 0
+    try:
+        for batch in batches:
+            group.append(batch)
+            tokens += batch.x.numel()
+            if tokens >= TOKENS_READ:
+                yield group
+                group, tokens = deque(), 0
+    except Exception:
+        yield group
+        raise
+    yield group
+
+
 def _read(dataset: Dataset, steps: Iterable[PlannedStep], rank: int, device: torch.device) -> Iterator[MicroBatch]:
-    share, ahead = tee(_share(steps, rank, dataset.seq_len))
-    starts = _starts(dataset, chain.from_iterable(samples for _, _, samples in ahead))
-    for step, micro_batch, samples in share:
-        rows = dataset.rows(dataset.train, islice(starts, len(samples)))
+    for step, micro_batch, starts in _windows(dataset, steps, rank):
+        rows = dataset.rows(dataset.train, starts)
         seed = mix(dataset.order.seed, step, micro_batch)
         yield MicroBatch(*_to_device(rows, device), fingerprint(rows), seed)
 
 
+def _windows(dataset: Dataset, steps: Iterable[PlannedStep], rank: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the rank's micro-batches of `steps`: step, micro-batch of the step, the first token of each window."""
+    share = _share(steps, rank, dataset.seq_len)
+    for first in share:
+        block = [first, *islice(share, WINDOWS_LOOKED_UP // len(first[2]))]
+        samples = np.fromiter(chain.from_iterable(samples for _, _, samples in block), np.int64)
+        starts = iter(dataset.order.train_starts(samples, dataset.seq_len).tolist())
+        for step, micro_batch, of_batch in block:
+            yield step, micro_batch, list(islice(starts, len(of_batch)))
+
+
 def _share(steps: Iterable[PlannedStep], rank: int, seq_len: int) -> Iterator[tuple[int, int, range]]:
-    """Yield the rank's micro-batches of `steps`: number of the step, micro-batch of the step, sample numbers."""
+    """Yield the rank's micro-batches of `steps`: step, micro-batch of the step, sample numbers."""
     for step in steps:
         mine, size = step.batch.grad_accum_steps, step.batch.micro_batch_size
         for micro_batch in range(rank * mine, (rank + 1) * mine):
             first = step.tokens_before // seq_len + micro_batch * size
             yield step.number, micro_batch, range(first, first + size)
-
-
-def _starts(dataset: Dataset, samples: Iterator[int]) -> Iterator[int]:
-    """Yield the first token of the window of each of `samples`."""
-    while len(block := np.fromiter(islice(samples, LOOKED_UP), np.int64)):
-        yield from dataset.order.train_starts(block, dataset.seq_len).tolist()
 
 
 def val_batches(

@@ -46,7 +46,8 @@ class Parameters(Protocol):
     def watch(self, hook: Hook) -> None:
         """From now on each backward pass calls `hook` with each gradient of this rank's own loss.
 
-        `hook` gets the gradient before it is accumulated or reduced. Call this after the first forward pass.
+        `hook` gets the gradient before it is accumulated or reduced, and stays for the life of the parameters. Call
+        this after the first forward pass.
         """
 
 

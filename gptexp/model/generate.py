@@ -3,6 +3,7 @@
 import codecs
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,26 @@ class Sampling:
     seed: int = 0
 
 
+@contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """Within, torch computes products in float32 with the precision that it calls `name`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:  # Ctrl-C ends a continuation, but not the program
+        torch.set_float32_matmul_precision(before)
+
+
 class InferenceLinear(nn.Module):
     """A linear layer in `dtype`, with weights that are converted once, where autocast converts them every time.
 
     On a CPU, products of few rows in float32 take up to half the time with a weight that is in memory as (in, out), and
     in bfloat16 with one that oneDNN has packed (the operations with which Inductor does so are not documented).
-    `precision` is torch's, of products in float32. It is not for attention: at "medium", which takes a third of the
-    time for this layer on an AMD CPU, a query with 256 keys takes 0.3 ms, and 0.03 at "highest" (torch 2.13).
+
+    In float32 this layer has the matmul `precision`, whatever the caller's is. So the caller can keep "highest" for
+    attention: on an AMD CPU, "medium" takes a third of the time for this layer, but for attention of a query with 256
+    keys 0.3 ms in place of 0.03 (torch 2.13).
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, precision: str) -> None:
@@ -47,29 +61,29 @@ class InferenceLinear(nn.Module):
         self.precision = precision
 
     def forward(self, x: Tensor) -> Tensor:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.precision)
-        try:
-            x = x.to(self.weight.dtype)
-            if self.weight.is_mkldnn:
-                y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-                return y
+        x = x.to(self.weight.dtype)
+        if self.weight.is_mkldnn:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        with matmul_precision(self.precision):
             return F.linear(x, self.weight, self.bias)
-        finally:  # Ctrl-C ends a continuation, but not the program
-            torch.set_float32_matmul_precision(before)
 
 
 def _packs() -> bool:
-    """Whether oneDNN packs weights in bfloat16 on this CPU."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether torch may use oneDNN, and this packs weights in bfloat16 on this CPU."""
+    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    may = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    can = all(hasattr(torch.ops.mkldnn, name) for name in needed)
+    return bool(may and can and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def for_inference(model: GPT, dtype: torch.dtype, precision: str) -> GPT:
     """Return a copy of `model`, in eval mode, with which tokens are generated faster. It has no loss.
 
-    Its logits are those of `model` under autocast to `dtype`, up to rounding; in float32, linear layers have torch's
-    matmul `precision`. They have weights of their own, so the output layer is no longer tied to wte; all other weights
-    are shared. `model` must not be split over ranks.
+    Its logits are those of `model` under autocast to `dtype`, up to rounding. In float32 the linear layers have torch's
+    matmul `precision`; generate text with it within `matmul_precision("highest")`. The linear layers have weights of
+    their own, so the output layer is no longer tied to wte; all other weights are shared. `model` must not be split
+    over ranks.
     """
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
     for parent in list(copied.modules()):

@@ -47,6 +47,16 @@ class LayerCache:
         self.values[:, :, start : self.length] = v
         return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Add keys and values of T tokens, and attend to all so far with their queries `q`; all of them (B, H, T, D).
+
+        The scale None is torch's default.
+        """
+        causal = self.length == 0  # a causal mask would hide all keys but the first from a single query
+        keys, values = self.append(k, v)
+        with torch.autocast(q.device.type, enabled=False):  # it would convert all keys and values for each token
+            return F.scaled_dot_product_attention(q.to(keys.dtype), keys, values, is_causal=causal, scale=scale)
+
 
 class Linear(nn.Linear):
     """`nn.Linear`, but a compiled model on a CPU adds the bias in an operation of its own.
@@ -84,13 +94,11 @@ class CausalSelfAttention(nn.Module):
         b, t, c = x.shape
         q, k, v = self.c_attn(x).split(c, dim=2)  # 3 × (B, T, C)
         q, k, v = (z.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for z in (q, k, v))  # (B, H, T, D)
-        causal = True
-        if cache is not None:
-            causal = cache.length == 0  # a causal mask would hide all keys but the first from a single query
-            k, v = cache.append(k, v)  # 2 × (B, H, length, D)
-            q = q.to(k.dtype)
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, scale=self.scale)
+        if cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, scale=self.scale)
+        else:
+            y = cache.attend(q, k, v, self.scale)
         y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 

@@ -42,7 +42,7 @@ from gptexp.machine.effective import (
     step_context,
 )
 from gptexp.machine.resolve import resolve
-from gptexp.model.generate import Sampling, complete, for_inference
+from gptexp.model.generate import Sampling, complete, for_inference, matmul_precision
 from gptexp.process.errors import (
     EXIT_DIVERGED,
     EXIT_FAILED,
@@ -332,7 +332,7 @@ def _sample(job: Job, decision: Decision, built: Built, state: TrainState) -> No
         if tokenizer is not None:
             dtype, precision = getattr(torch, effective.dtype.value), effective.matmul_precision.value
             model = gpt if split else for_inference(gpt, dtype, precision)
-            with forward_context(effective)() if split else nullcontext():
+            with forward_context(effective)() if split else matmul_precision("highest"):
                 [text] = complete(model, tokenizer, "", 1, how)
             built.log.sample(state, text)
     except Exception as error:

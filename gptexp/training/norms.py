@@ -29,9 +29,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def block_norms(tensor: Tensor) -> Tensor:
-    """Return the norms of the blocks of a float32 tensor, 1-dim; the last block may be shorter.
+    """Return the norms of the blocks of a tensor, 1-dim, in its type: float32, or float64 for norms of many blocks.
 
-    On a GPU the tensor is one block.
+    The last block may be shorter. On a GPU the tensor is one block.
     """
     block = BLOCK if tensor.is_cpu else max(1, tensor.numel())
     rest = tensor.numel() % block

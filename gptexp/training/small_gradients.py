@@ -20,6 +20,8 @@ class SmallGradients:
     In these two cases hooks read each tensor's gradient before it is accumulated or reduced.
 
     If the ranks have split the parameters, no rank keeps a whole gradient: hooks read both, and there is no cosine.
+
+    Make one for each model: its hooks stay for the life of the parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: Parameters) -> None:
@@ -29,7 +31,7 @@ class SmallGradients:
         self._first: list[Tensor | None] = []
         self._norms: list[Tensor] = []
         self._product: Tensor | None = None
-        # Hooks stay: to set them anew takes longer than to call them in the backward passes that they do not measure.
+        # To set hooks anew takes longer than to call them in the backward passes that they do not measure.
         self._has_hooks = self._measures = False
         self._block_norms: list[Tensor] = []  # of each tensor's gradient in the pass that hooks measure
         self._products: list[Tensor] = []
@@ -53,8 +55,10 @@ class SmallGradients:
             self._parameters.watch(self._measure)
             self._has_hooks = True
         self._block_norms, self._products, self._measures = [], [], by_hooks
-        yield
-        self._measures = False
+        try:
+            yield
+        finally:
+            self._measures = False
         if micro_step == 0:
             self._norms, self._product = [], None
             if not self._parameters.split:

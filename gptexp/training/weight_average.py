@@ -36,7 +36,10 @@ class WeightAverage:
         self._tokens = torch.zeros((), dtype=precise, device=device)  # tokens of all updates
 
     def update(self, step_tokens: int, updated: Tensor) -> None:
-        """Add the weights after a step of `step_tokens` to the average if `updated`, a 0-dim bool tensor, is true."""
+        """Add the weights after a step of `step_tokens` to the average if `updated`, a 0-dim bool tensor, is true.
+
+        If it is false, the weights must be finite too, unless the average is not used again: they get the share 0.
+        """
         per_token = -math.log(2) / self._half_life_tokens
         self._tokens += step_tokens * updated
         share = math.expm1(per_token * step_tokens) / torch.expm1(per_token * self._tokens)

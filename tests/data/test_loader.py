@@ -1,6 +1,9 @@
 """From shards to micro-batches: equal windows at every micro-batch and world size, and held-out validation."""
 
 import hashlib
+import threading
+import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from texts import ids_of, text_config
 
 from gptexp.config.batch import BatchPlan, plan_batch
 from gptexp.config.run_plan import PlannedStep
+from gptexp.data import loader
 from gptexp.data.loader import fingerprint, micro_batches, open_dataset, val_batches
 from gptexp.data.prepare import prepare
 from gptexp.data.shards import ShardWriter
@@ -78,6 +82,67 @@ def test_a_large_stream_is_read_as_scalar_arithmetic_says(tmp_path: Path, offset
             assert batch.fingerprint == sum(hashes) % 2**64
             assert batch.dropout_seed == mix(1337, step, micro_batch)
         assert number == 559
+
+
+@pytest.mark.parametrize("failing", [0, 1, 13, 300])
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
+def test_an_error_comes_in_the_place_of_the_micro_batch_that_cannot_be_read(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, failing: int, micro_batch_size: int
+) -> None:
+    dataset = dataset_of(corpus)
+    steps = planned(plan_batch(8 * 16, micro_batch_size, 16, 1), 310)
+    all_of_it = [b.x for b in micro_batches(dataset, steps, 0, torch.device("cpu"))]  # type: ignore[arg-type]
+    plain, reads = dataset.rows, iter(range(len(all_of_it)))  # type: ignore[attr-defined]
+
+    def rows(*args: object) -> np.ndarray:
+        if next(reads) == failing:
+            raise OSError("the disk is gone")
+        return plain(*args)
+
+    monkeypatch.setattr(dataset, "rows", rows)
+    before = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        before.extend(b.x for b in micro_batches(dataset, steps, 0, torch.device("cpu")))  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([*before, *all_of_it[failing:]]), torch.cat(all_of_it))
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_a_reader_that_is_closed_early_ends_its_thread(corpus: Path) -> None:
+    batches = micro_batches(dataset_of(corpus), planned(plan_batch(8 * 16, 8, 16, 1), 10**6), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    next(batches)
+    [thread] = prefetching()
+    batches.close()  # type: ignore[attr-defined]
+    thread.join(60)
+    assert not prefetching()
+
+
+@pytest.mark.parametrize(("seq_len", "read"), [(1024, 21), (16, 64)])
+def test_used_micro_batches_are_freed_and_few_are_read_in_advance(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, seq_len: int, read: int
+) -> None:
+    """When 20 have been taken: of 8,192 tokens each one more has been read; of 128 tokens two groups of 32."""
+    dataset, inputs = dataset_of(corpus, seq_len, val_tokens=seq_len), list[weakref.ref[torch.Tensor]]()
+    plain = loader._to_device
+
+    def to_device(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = plain(*args)  # type: ignore[arg-type]
+        inputs.append(weakref.ref(x))
+        return x, y
+
+    monkeypatch.setattr(loader, "_to_device", to_device)
+    batches = micro_batches(dataset, planned(plan_batch(8 * seq_len, 8, seq_len, 1), 200), 0, torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(20):
+        used = next(batches)
+    deadline = time.monotonic() + 60
+    while len(inputs) < read and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(inputs) == read
+    alive = [number for number, x in enumerate(inputs) if x() is not None]
+    assert alive == [*range(19, read)]
+    assert inputs[19]() is used.x
 
 
 def test_the_fingerprint_depends_on_the_windows_and_not_on_their_order() -> None:

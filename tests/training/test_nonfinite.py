@@ -16,9 +16,16 @@ from real_runs import equal, newest, train_here, weights
 from safetensors.torch import load_file
 
 from gptexp.config.compose import compose
+from gptexp.config.vocabulary import with_vocab_size
+from gptexp.data.loader import build_dataset
+from gptexp.distributed.ranks import Rank
+from gptexp.machine.resolve import resolve
 from gptexp.optim import AdamWConfig
 from gptexp.process.signals import StopRequest
+from gptexp.run.build import _build_step
+from gptexp.run.job import Decision, Job, Prepared
 from gptexp.storage import checkpoint, run_dir
+from gptexp.storage.checkpoint import TrainState
 from gptexp.training import step as step_module
 from gptexp.training.loop import _Loop
 from gptexp.training.optimizer import build_optimizer, step_if
@@ -107,6 +114,23 @@ def test_a_non_finite_update_changes_nothing(fused: bool, value: float) -> None:
     )
     step(1.0, True)
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("name", ["lion", "soap"])
+def test_an_update_may_spoil_weights_that_nothing_uses_if_the_optimizer_can_make_it(
+    tiny: list[str], tmp_path: Path, nonfinite: str, name: str
+) -> None:
+    """A skipped update leaves weights that are used; SOAP's decompositions raise an error for a NaN."""
+    if name == "soap":
+        pytest.importorskip("pytorch_optimizer")
+    cfg, device = compose([*tiny, f"optim={name}", f"train.nonfinite={nonfinite}"]), torch.device("cpu")
+    dataset = build_dataset(cfg)
+    effective = resolve(cfg, device, Rank(), None, dataset.n_vocab)
+    job = Job(with_vocab_size(cfg, effective.vocab_size.value), tmp_path, Rank(), StopRequest())
+    prepared = Prepared(dataset, [], device, None, None)
+    _, step = _build_step(job, prepared, Decision(effective, None, None, TrainState(), None))
+    assert step.may_spoil is (name == "lion" and nonfinite != "skip")
 
 
 # --- train.nonfinite=stop --------------------------------------------------------------------------------------------
@@ -307,10 +331,15 @@ def test_a_rollback_leaves_nothing_of_an_update_that_spoilt_the_weights(
     poison([(2, 0)])
     monkeypatch.setattr(_Loop, "__init__", reads_late)
     own = [*tiny, *ROLLBACK, f"optim={name}", "optim.lr=1e-3", "train.nonfinite=rollback", "train.max_steps=6"]
+    averaged = name != "schedulefree"  # which averages weights by itself
+    own += ["train.ema_half_life_tokens=300"] * averaged
     assert train_here(own, tmp_path / "waits") == 0
     monkeypatch.setattr(step_module, "step_if", update)
     assert train_here(own, tmp_path / "spoils") == 0
     assert (spoilt.index(True), len(spoilt)) == (2, 8)  # two steps were done again
+    averages = [load_file(file) for file in sorted(tmp_path.glob("*/checkpoints/step-00000006/ema.safetensors"))]
+    assert len(averages) == 2 * averaged
+    assert all(torch.equal(average, averages[0][name]) for of in averages for name, average in of.items())
     assert equal(tmp_path / "waits", tmp_path / "spoils")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import events
+from safetensors.torch import load_file
 
 from gptexp.config.batch import plan_batch
 from gptexp.config.compose import compose
@@ -41,34 +42,81 @@ def gradients(model: GPT, batches: list[MicroBatch]) -> torch.Tensor:
     return torch.stack(found).double()
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2, 4])
-def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: int) -> None:
-    torch.manual_seed(0)
-    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64))
-    tokens = torch.randint(64, (2 * micro_steps, 9))
-    batches = [MicroBatch(t[:, :-1], t[:, 1:], 0, 0) for t in tokens.split(2)]
-    g = gradients(model, batches)[:2]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.param_groups[0]["initial_lr"] = 0.0
-    step = TrainStep(model, optimizer, MeanReduction(None), 1.0, nullcontext, dropout=False)
-    probe = Probe(small_gradients=SmallGradients(model, WholeParameters(model)))
-    for _ in range(2):  # the second step measures again
-        numbers = step(iter(batches), micro_steps, lr_factor=1.0, probe=probe).read()
+class Case:
+    """A small model, the micro-batches of a step and their gradients, and a step that changes no weight."""
+
+    def __init__(self, micro_steps: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64))
+        self.batches = [MicroBatch(t[:, :-1], t[:, 1:], 0, 0) for t in torch.randint(64, (2 * micro_steps, 9)).split(2)]
+        self.gradients = gradients(self.model, self.batches)[:2]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        optimizer.param_groups[0]["initial_lr"] = 0.0
+        self.step = TrainStep(self.model, optimizer, MeanReduction(None), 1.0, nullcontext, dropout=False)
+        self.small = SmallGradients(self.model, WholeParameters(self.model))
+
+    def check(self) -> None:
+        """Check the numbers of a step that is measured."""
+        g, probe = self.gradients, Probe(small_gradients=self.small)
+        numbers = self.step(iter(self.batches), len(self.batches), lr_factor=1.0, probe=probe).read()
         assert numbers.small_sq_norm == pytest.approx(float(g.square().sum(1).mean()), rel=1e-5)
-        if micro_steps > 1:
+        if len(g) > 1:
             cosine = float(g[0] @ g[1] / (g[0].norm() * g[1].norm()))
             assert numbers.cosine == pytest.approx(cosine, rel=1e-4)
         else:
             assert np.isnan(numbers.cosine)
 
+    def measured_tensors(self) -> int:
+        """Number of gradients that hooks have measured in the newest pass that they measure."""
+        return len(self.small._block_norms)
 
-def run_gradients(directory: Path, micro_batch: int) -> torch.Tensor:
-    """The gradient of every micro-batch of a run's first step, computed here; (micro-batches, parameters)."""
+
+@pytest.mark.parametrize("micro_steps", [1, 2, 4])
+def test_a_step_on_one_rank_measures_its_first_two_micro_batches(micro_steps: int) -> None:
+    """Also after a step that is not measured, and after a backward pass that is of no step."""
+    case = Case(micro_steps)
+    case.check()
+    before = case.measured_tensors()
+    case.step(iter(case.batches), micro_steps, lr_factor=1.0)
+    (3 * case.model(case.batches[0].y, case.batches[0].x)).backward()
+    case.model.zero_grad()
+    assert case.measured_tensors() == before
+    case.check()
+
+
+@pytest.mark.parametrize("micro_steps", [2, 4])
+def test_after_an_error_in_a_backward_pass_nothing_is_measured_until_the_next_step(micro_steps: int) -> None:
+    case = Case(micro_steps)
+    case.check()
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    failing = case.model.wte.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"), case.small(1, micro_steps):
+        case.model(case.batches[0].x, case.batches[0].y).backward()
+    failing.remove()
+    before = case.measured_tensors()
+    assert before > 0
+    case.model(case.batches[0].x, case.batches[0].y).backward()
+    case.model.zero_grad()
+    assert case.measured_tensors() == before
+    case.check()
+
+
+def run_gradients(directory: Path, micro_batch: int, step: int) -> torch.Tensor:
+    """The gradient of every micro-batch of a run's step `step`, computed here; (micro-batches, parameters).
+
+    The weights are those of the checkpoint before that step.
+    """
     cfg = run_dir.load_resolved(directory)
     torch.manual_seed(cfg.train.seed)
     model = GPT(cfg.model, plain_cross_entropy)
+    if step:
+        model.load_state_dict(load_file(directory / f"checkpoints/step-{step:08d}/model.safetensors"), strict=False)
     plan = plan_batch(cfg.batch.total_batch_size, micro_batch, cfg.seq_len, 1)
-    return gradients(model, list(micro_batches(build_dataset(cfg), [PlannedStep(0, 0, plan)], 0, torch.device("cpu"))))
+    planned = [PlannedStep(step, step * cfg.batch.total_batch_size, plan)]
+    return gradients(model, list(micro_batches(build_dataset(cfg), planned, 0, torch.device("cpu"))))
 
 
 @pytest.mark.parametrize(
@@ -88,25 +136,29 @@ def test_a_run_measures_the_gradients_that_one_process_computes(
     gptexp: Any, tiny: list[str], tmp_path: Path, world: int, micro_batch: int, reduction: str, seen: Any
 ) -> None:
     done = gptexp(
-        "train", *tiny, "train.max_steps=2", f"world.size={world}", f"batch.micro_batch_size={micro_batch}",
-        f"train.reduction={reduction}", "log.noise_scale=on", "hydra.run.dir=out",
+        "train", *tiny, "train.max_steps=3", f"world.size={world}", f"batch.micro_batch_size={micro_batch}",
+        f"train.reduction={reduction}", "log.noise_scale=on", "train.save_every=1", "train.keep_last=0",
+        "hydra.run.dir=out",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first = events(tmp_path / "out", "step")[0]
-    g = run_gradients(tmp_path / "out", micro_batch)
-    cosines = (g @ g.T) / (g.norm(dim=1)[:, None] * g.norm(dim=1))
-    small = float(g[[i for of_rank in seen for i in of_rank]].square().sum(1).mean())
-    assert first["gns/small_sq_norm"] == pytest.approx(small, rel=1e-4)
-    assert first["gns/big_sq_norm"] == pytest.approx(float(g.mean(0).square().sum()), rel=1e-4)
-    assert first["gns/small_sequences"] == micro_batch
-    norms = Norms(first["gns/small_sq_norm"], first["gns/big_sq_norm"], micro_batch, 8)
-    if len(seen[0]) == 2:
-        assert first["gns/cos"] == pytest.approx(np.mean([float(cosines[i, j]) for i, j in seen]), rel=1e-4)
-    else:
-        assert first["gns/cos"] == pytest.approx(norms.cosine(), rel=1e-5)
-    assert first["gns/grad_sq"] == pytest.approx(norms.signal(), rel=1e-5)
-    if norms.noise() > 0:
-        assert first["gns/tokens"] == pytest.approx(16 * norms.noise() / norms.signal(), rel=1e-5)
+    measured = events(tmp_path / "out", "step")
+    assert len(measured) == 3
+    for step, event in enumerate(measured):
+        g = run_gradients(tmp_path / "out", micro_batch, step)
+        cosines = (g @ g.T) / (g.norm(dim=1)[:, None] * g.norm(dim=1))
+        small = float(g[[i for of_rank in seen for i in of_rank]].square().sum(1).mean())
+        assert event["gns/small_sq_norm"] == pytest.approx(small, rel=1e-4)
+        assert event["gns/big_sq_norm"] == pytest.approx(float(g.mean(0).square().sum()), rel=1e-4)
+        assert event["gns/small_sequences"] == micro_batch
+        norms = Norms(event["gns/small_sq_norm"], event["gns/big_sq_norm"], micro_batch, 8)
+        if len(seen[0]) == 2:
+            assert event["gns/cos"] == pytest.approx(np.mean([float(cosines[i, j]) for i, j in seen]), rel=1e-4)
+        else:
+            assert event["gns/cos"] == pytest.approx(norms.cosine(), rel=1e-5)
+        if step == 0:  # later ones are averages
+            assert event["gns/grad_sq"] == pytest.approx(norms.signal(), rel=1e-5)
+            if norms.noise() > 0:
+                assert event["gns/tokens"] == pytest.approx(16 * norms.noise() / norms.signal(), rel=1e-5)
 
 
 @pytest.mark.slow
