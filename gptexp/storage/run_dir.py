@@ -424,8 +424,9 @@ def states_of(directory: Path, names: Collection[str]) -> dict[str, tuple[int, i
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name in names:
-                stat = entry.stat()
-                states[entry.name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                with suppress(OSError):  # a link to nowhere
+                    stat = entry.stat()
+                    states[entry.name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
     return states
 
 

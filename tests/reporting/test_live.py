@@ -19,9 +19,11 @@ from conftest import wait_for
 from pages import needs_chromium, violations
 from sweeps import write_run, write_sweep
 
+from gptexp.process.words import size_shown
 from gptexp.reporting.listings import records
 from gptexp.reporting.page.live import Watched, build_server
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import bytes_on_disk
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -473,3 +475,14 @@ def test_a_run_whose_lock_is_held_is_shown_as_running(tmp_path: Path) -> None:
     assert "gptexp sample" in shown(page)
     with run_dir.held(tmp_path / "run"):
         assert "gptexp sample" not in shown(page)
+
+
+def test_the_index_shows_the_new_size_of_a_run_whose_checkpoint_is_removed(tmp_path: Path) -> None:
+    write_run(tmp_path / "outputs/run", 4096, 0.02, 1, 4.0)
+    step = tmp_path / "outputs/run/checkpoints/step-00000008"
+    step.mkdir(parents=True)
+    (step / "model.safetensors").write_bytes(bytes(1 << 20))
+    page, size = watched(tmp_path / "outputs"), size_shown(bytes_on_disk(tmp_path / "outputs/run"))
+    assert f">{size}<" in shown(page)
+    shutil.rmtree(step)
+    assert f">{size}<" not in shown(page)

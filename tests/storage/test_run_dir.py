@@ -181,3 +181,15 @@ def test_a_lock_file_that_cannot_be_opened_counts_as_unlocked(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "open", refused)
     assert not run_dir.is_locked(tmp_path)
+
+
+def test_the_states_of_files_are_found_beside_links_to_nowhere(tmp_path: Path) -> None:
+    """In whatever order the file system names them."""
+    links, files = [f"link{n}" for n in range(20)], [f"file{n}" for n in range(20)]
+    for link, file in zip(links, files, strict=True):
+        (tmp_path / link).symlink_to("nowhere")
+        (tmp_path / file).write_text(file)
+    expected = {
+        name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name in files for stat in [(tmp_path / name).stat()]
+    }
+    assert run_dir.states_of(tmp_path, {*links, *files}) == expected

@@ -88,7 +88,7 @@ def _print_unwrapped(columns: Columns, left: Collection[str], console: Console) 
         padded.append([align(text, width - cell_len(text) + len(text)) for text in (title, *texts)])
     head, *rows = map("  ".join, zip(*padded, strict=True))
     console.print(Text(head, style="table.header"))
-    print(*rows, sep="\n", file=console.file)
+    console.file.writelines(f"{row}\n" for row in rows)
 
 
 def print_in_blocks(
@@ -108,5 +108,5 @@ def print_in_blocks(
 def _width(column: tuple[str, Sequence[str]], wrapped: Collection[str], narrowest: int = NARROWEST_NAME) -> int:
     """Characters that a column needs, with the space beside it."""
     title, texts = column
-    needed = max(map(len, (title, *texts))) + 2
+    needed = max(map(cell_len, (title, *texts))) + 2
     return min(needed, narrowest) if title in wrapped else needed

@@ -28,7 +28,7 @@ from gptexp.storage.inventory import cells, find, is_sweep
 
 HOST = "127.0.0.1"
 SHARE = 10  # pause after a look at the files, as a multiple of the time that it took
-FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.SWEEP)
+FILES = (run_dir.METRICS, run_dir.SUMMARY, run_dir.CONFIG, run_dir.CHECKPOINTS, run_dir.SWEEP)
 Signature = tuple[bool, bool, dict[str, tuple[int, int, int]]]  # whether it exists, whether it is locked, its files
 
 
