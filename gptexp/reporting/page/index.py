@@ -48,8 +48,8 @@ class Index:
     minor: tuple[str, ...] = MINOR
     left: tuple[str, ...] = LEFT
 
-    def cells(self) -> list[tuple[Column[Row], str, Markup]]:
-        """Each column with its key, and the HTML attribute that its cells have; once for all rows."""
+    def styled_columns(self) -> list[tuple[Column[Row], str, Markup]]:
+        """Each column with its key, and with the HTML attribute of its cells. Call this once for all rows."""
         return [(column, column.key, self._attribute(column.key)) for column in self.columns]
 
     def _attribute(self, key: str) -> Markup:
