@@ -46,7 +46,7 @@ def split_gpt(m: ModelConfig, step: StepShape) -> tuple[GPT, SplitParameters]:
     with torch.device("meta"):
         gpt = GPT(m, LOSSES[step.loss], activation_checkpointing=step.activation_checkpointing)
     dtypes = getattr(torch, step.dtype), getattr(torch, step.comm)
-    return gpt, split(gpt, list(gpt.h), (), torch.device("cpu"), *dtypes)
+    return gpt, split(gpt, list(gpt.blocks), (), torch.device("cpu"), *dtypes)
 
 
 def peak_bytes(m: ModelConfig, step: StepShape, optim: OptimConfig | None = None) -> int:

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from gptexp.config.schema import Config
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpus import Gpu
 from gptexp.model.memory import StepShape, memory_estimate
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import terminal_width
 from gptexp.reporting.listings.terminal_table import print_table

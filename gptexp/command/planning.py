@@ -26,9 +26,10 @@ from gptexp.machine.gpu_memory import excess, memory_by_sharding
 from gptexp.machine.network import MOST_CROWDED, network_of
 from gptexp.machine.resolve import estimate, resolve
 from gptexp.model.allreduce import Alone
-from gptexp.model.flops import count_parameters, flops_per_token
+from gptexp.model.flops import flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.model.memory import Memory
+from gptexp.model.shapes import count_parameters
 from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.fields import AUTO

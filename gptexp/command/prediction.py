@@ -13,7 +13,7 @@ from gptexp.config.batch import BatchPlan, legal_micro_batches
 from gptexp.config.schema import Config
 from gptexp.machine.effective import Effective
 from gptexp.model.allreduce import Alone, Network, buckets, split_waiting_s, waiting_s
-from gptexp.model.flops import count_parameters
+from gptexp.model.shapes import count_parameters
 from gptexp.process.cores import count_cores
 from gptexp.process.words import counted
 from gptexp.run.build import BUCKETS, FIRST_BUCKET_MIB, LEAST_BUCKET_MIB

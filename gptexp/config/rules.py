@@ -37,6 +37,9 @@ LENGTHS_IN_STEPS = {
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
 MOST_QUANTA = 10_000  # most quanta in a step: a ramp may have a level for each
 
+# The keys of model.rope_scaling, in transformers' names.
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 # Keys that are read only if another key has one of these values. Otherwise they must have their defaults.
 READ_UNDER = {
     "data.path": ("data.name", ("text", "hf", "tokens")),
@@ -47,6 +50,8 @@ READ_UNDER = {
     "data.text_column": ("data.name", ("text", "hf")),
     "data.encoding": ("data.name", ("text",)),
     "data.separator": ("data.name", ("text",)),
+    "model.rope_theta": ("model.position", ("rope",)),
+    "model.rope_scaling": ("model.position", ("rope",)),
     "model.base_n_embd": ("model.parametrisation", ("mup", "completep")),
     "model.base_n_head": ("model.parametrisation", ("mup", "completep")),
     "model.base_n_layer": ("model.parametrisation", ("completep",)),
@@ -159,11 +164,26 @@ def _unread(cfg: Config, _: int) -> Iterator[Problem]:
 
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
     m, t = cfg.model, cfg.seq_len
-    if m.n_embd % m.n_head:
+    if m.n_embd % m.n_head and m.head_dim is None:
         below = m.n_embd // m.n_head * m.n_head
         nearest = f"{below} or {below + m.n_head}" if below else m.n_head
-        rule = f"not divisible by model.n_head={m.n_head}; nearest: {nearest}"
+        rule = f"not divisible by model.n_head={m.n_head}; nearest: {nearest}; or set model.head_dim"
         yield _refusal(cfg, "model.n_embd", "heads-not-divisible", rule)
+    if m.n_head % m.kv_heads:
+        divisors = [n for n in range(1, m.n_head + 1) if m.n_head % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - m.kv_heads))
+        rule = f"model.n_head={m.n_head} is not a multiple of it; nearest: {nearest}"
+        yield _refusal(cfg, "model.n_kv_head", "kv-heads-not-divisible", rule)
+    if m.position == "rope" and m.head_size % 2:
+        rule = f"turns pairs of numbers, and a head has {m.head_size}; use an even model.head_dim"
+        yield _refusal(cfg, "model.position", "head-size-odd", rule)
+    if m.rope_scaling is not None and (wrong := wrong_rope_scaling(m.rope_scaling)):
+        yield _refusal(cfg, "model.rope_scaling", "not-a-rope-scaling", wrong)
+    if m.window is None and m.window_every is not None:
+        yield _refusal(cfg, "model.window_every", "key-not-read", "only model.window reads it; set that too")
+    if m.window is not None and m.window >= t:
+        rule = f"a sequence of {t} tokens fits into it, so it hides none; use a smaller one, or leave it out"
+        yield _refusal(cfg, "model.window", "window-too-long", rule)
     width, heads = m.base_n_embd or m.n_embd, m.base_n_head or m.n_head
     if width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
         rule = f"not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
@@ -176,6 +196,17 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         rule = f"smaller than the {ids:,} ids of data.tokenizer={cfg.data.tokenizer}"
         fix = f"use auto ({padded(ids)}, a multiple of {padding_multiple(ids)})"
         yield _refusal(cfg, "model.vocab_size", "vocabulary-too-small", f"{rule}; {fix}")
+
+
+def wrong_rope_scaling(scaling: dict[str, float]) -> str | None:
+    """What is wrong with a value of model.rope_scaling."""
+    if {*scaling} != {*ROPE_SCALING}:
+        return f"must have the keys {', '.join(ROPE_SCALING)}"
+    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in scaling.values()):
+        return "each value must be a finite number above 0"
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        return "low_freq_factor must be below high_freq_factor"
+    return None
 
 
 def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
@@ -194,6 +225,9 @@ def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
 
 def _tokenizer(cfg: Config, _: int) -> Iterator[Problem]:
     name = cfg.data.tokenizer
+    if name == CHARS and cfg.data.document_mask:
+        rule = "documents are told apart by an end of text, which data.tokenizer=chars lacks; use another"
+        yield _refusal(cfg, "data.document_mask", "mask-without-end", rule)
     if name not in NAMES and not paths.is_file(Path(name)):
         yield _refusal(cfg, "data.tokenizer", "no-such-tokenizer", f"no such file; {TOKENIZER_RULE}")
     if name == CHARS and {*cfg.train.eval_tasks} - {HELLASWAG}:

@@ -16,7 +16,8 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -53,6 +54,8 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
 
+GATE_MULTIPLE = 64  # the width of a gated MLP is rounded up to a multiple of this: 8/3 of a width is rarely a whole
+
 NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 
 # The kernels of attention, each with the devices that have it.
@@ -82,16 +85,46 @@ _TASKS = {
 
 @dataclass
 class ModelConfig:
-    """GPT-2's architecture: pre-norm, GELU(tanh), learned positions, wte tied to lm_head."""
+    """A decoder-only transformer. The defaults are GPT-2's block; the keys after `tied` are the blocks of today.
+
+    A model whose block is GPT-2's has GPT-2's names of parameters, every other one those of Llama (`model/llama.py`).
+    """
 
     n_layer: int = up_to(MOST_LAYERS, 12)  # number of blocks
-    n_head: int = positive(12)  # number of attention heads; must divide n_embd
+    n_head: int = positive(12)  # number of attention heads
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
     vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's number of ids, rounded up to a
     # multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
+    tied: bool = True  # whether lm_head is wte; arXiv 1608.05859
+    norm: str = choice("layernorm", "rmsnorm")  # rmsnorm divides by the root mean square (arXiv 1910.07467), and has no
+    # bias
+    norm_eps: float = positive(1e-5)  # added to the variance or the mean square
+    norm_weight: bool = True  # whether norms multiply by a weight; false: nor do they add a bias; arXiv 2402.00838
+    residual_norm: str = choice("pre", "post", "pre_post")  # where a branch has its norm: before it; after it, as in
+    # OLMo 2 (arXiv 2501.00656); or both, as in Gemma 2 (arXiv 2408.00118)
+    position: str = choice("learned", "rope", "none")  # how attention knows positions: an embedding wpe; rotated
+    # queries and keys (arXiv 2104.09864); by the causal mask alone (arXiv 2203.16634)
+    rope_theta: float = positive(10_000.0)  # rope: its longest wave is about 2 pi rope_theta tokens
+    rope_scaling: dict[str, float] | None = None  # rope: Llama 3.1's factor, low_freq_factor, high_freq_factor and
+    # original_max_position_embeddings, which stretch the long waves (arXiv 2407.21783); null: none
+    head_dim: int | None = positive(None)  # numbers of a head; null: n_embd / n_head
+    n_kv_head: int | None = positive(None)  # heads of keys and values, each for n_head / n_kv_head heads of queries;
+    # null: n_head; arXiv 2305.13245
+    qk_norm: str = choice("none", "head", "all")  # a norm of queries and keys, by the kind of `norm`: of each head by
+    # itself, as in Qwen 3 (arXiv 2505.09388), or of all together, as in OLMo 2; arXiv 2302.05442
+    window: int | None = tokens_of_1024(None)  # tokens that attention sees, the current one included; null: all
+    # earlier ones; arXiv 2004.05150
+    window_every: int | None = up_to(MOST_LAYERS, None)  # window: every n-th block sees all earlier tokens all the
+    # same; null: no block does
+    mlp: str = choice("gelu", "relu2", "swiglu", "geglu")  # what the MLP computes between its matrices: gelu with tanh;
+    # relu squared (arXiv 2109.08668); a gate, by silu or gelu, times a third matrix (arXiv 2002.05202)
+    mlp_ratio: float | None = positive(None)  # width of the MLP as a multiple of n_embd, for gates rounded up to a
+    # multiple of 64; null: 4, for gates 8/3
+    n_mlp: int | None = positive(None)  # width of the MLP; takes precedence over mlp_ratio
+    logit_softcap: float | None = positive(None)  # c: logits z become c tanh(z / c); arXiv 2408.00118; null: they stay
     parametrisation: str = choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
     # rates depend on the model's size; mup: the base model's best optim.lr is the best at any width (arXiv 2203.03466);
     # completep: at any width and depth (arXiv 2505.01618)
@@ -105,6 +138,46 @@ class ModelConfig:
         """vocab_size as a number. If it was auto, `vocabulary.with_vocab_size` must have replaced it."""
         assert isinstance(self.vocab_size, int), "model.vocab_size=auto must be resolved before this use"
         return self.vocab_size
+
+    @property
+    def head_size(self) -> int:
+        """D: the numbers of a head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the MLP multiplies by a gate."""
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
+    def mlp_size(self) -> int:
+        """The width of the MLP."""
+        if self.n_mlp is not None:
+            return self.n_mlp
+        multiple = GATE_MULTIPLE if self.has_gate else 1
+        ratio = self.mlp_ratio or (Fraction(8, 3) if self.has_gate else 4)
+        return math.ceil(ratio * self.n_embd / multiple) * multiple
+
+    def spelled_out(self) -> "ModelConfig":
+        """The same model with the sizes that it derives from others as values of their own keys."""
+        return replace(self, head_dim=self.head_size, n_kv_head=self.kv_heads, n_mlp=self.mlp_size, mlp_ratio=None)
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether the blocks are GPT-2's, up to the MLP's width and the absence of biases."""
+        chosen = (self.norm, self.norm_weight, self.residual_norm, self.position, self.qk_norm, self.window, self.mlp)
+        plain = ("layernorm", True, "pre", "learned", "none", None, "gelu")
+        return chosen == plain and self.kv_heads == self.n_head and self.head_size * self.n_head == self.n_embd
+
+    def window_of(self, block: int) -> int | None:
+        """The tokens that attention sees in a block, whose number counts from 0; None: all earlier ones."""
+        is_full = self.window_every is not None and (block + 1) % self.window_every == 0
+        return None if is_full else self.window
 
 
 @dataclass
@@ -229,6 +302,8 @@ class DataConfig:
     offset: str = choice("fixed", "per_epoch")  # per_epoch: each epoch shifts the windows anew, by fewer than seq_len
     # tokens, so that no token is always the first of its sequence
     val_tokens: int = not_negative(8192)  # tokens for validation, rounded to complete windows; 0: no validation
+    document_mask: bool = False  # whether attention stays within a document; positions go on. A document begins with
+    # the tokenizer's end of text
     val_ratio: float | None = ruled(None, lambda v: 0 < v < 1, "must lie in (0, 1), or be null")  # share of the
     # corpus's tokens for validation; takes precedence over val_tokens
     val_split: str = choice("spread", "tail")  # which windows of the corpus are held out; tail: the last, as in nanoGPT
@@ -285,6 +360,8 @@ class TrainConfig:
     loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: chunked, with compiled
     # passes over each chunk; auto: GPU: plain (chunked if compiled with world.sharding=full); CPU: plain for small
     # vocabularies, fused for compiled bfloat16, else chunked
+    z_loss: float = not_negative(0.0)  # weight of the mean square of log Z in the gradient, where Z is the denominator
+    # of the softmax: it keeps logits small, and no logged loss includes it (PaLM: 1e-4; arXiv 2204.02311)
     activation_checkpointing: bool = False  # keeps only each block's input and recomputes the rest: needs less memory
     activation_checkpointing_every: int = positive(1)  # n: recomputes only the first of every n blocks; 1: all blocks
     device: str = choice("auto", "cpu", "cuda", "mps")  # auto: the first available of cuda, mps and cpu
@@ -397,14 +474,22 @@ IRRELEVANT_TO_RESULT = (
 )  # fmt: skip
 
 
-# Keys that match a pattern above but do change the result, with their defaults. Hashes of older cells and sweeps lack
-# these keys, so a key with its default is not hashed.
-ALSO_DECIDING = {"world.comm": "float32"}
+# Keys that match a pattern above but do change the result.
+ALSO_DECIDING = ("world.comm",)
+
+# Keys that older versions lack: their hashes must stay valid, so a key with its default is not hashed.
+LATER_KEYS = (
+    "world.comm", "model.tied", "model.norm", "model.norm_eps", "model.norm_weight", "model.residual_norm",
+    "model.position", "model.rope_theta", "model.rope_scaling", "model.head_dim", "model.n_kv_head", "model.qk_norm",
+    "model.window", "model.window_every", "model.mlp", "model.mlp_ratio", "model.n_mlp", "model.logit_softcap",
+    "train.z_loss", "data.document_mask",
+)  # fmt: skip
 
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
                    "model.dropout", "model.bias", "batch.*", "world.size", "train.dtype", "train.compile", "train.loss",
-                   "train.activation_checkpointing", "train.reduction", "data.tokenizer")  # fmt: skip
+                   "train.activation_checkpointing", "train.reduction", "data.tokenizer",
+                   *(key for key in LATER_KEYS if key.startswith("model.")))  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -557,12 +642,18 @@ def result_deciding(config: Config) -> dict[str, Any]:
 
 def hashed(deciding: dict[str, Any]) -> dict[str, Any]:
     """The part of a result of `result_deciding` that is hashed for the names of cells and sweeps."""
-    return {key: value for key, value in deciding.items() if ALSO_DECIDING.get(key, ...) != value}
+    return {key: value for key, value in deciding.items() if key not in LATER_KEYS or value != _defaults()[key]}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """The default of each of `LATER_KEYS`."""
+    return {key: default for key, _, default, _ in every_key() if key in LATER_KEYS}
 
 
 def memory_key(config: Config) -> str:
     """A hash that is equal for runs whose steps need the same memory, so that they can share a micro-batch size."""
-    deciding = {key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)}
+    deciding = hashed({key: value for key, _, value in fields_of(config) if _is_in(key, DECIDING_MEMORY)})
     # Hashes from before ramps and other optimizers must stay valid.
     deciding = {key: value for key, value in deciding.items() if value is not None or "batch.ramp_" not in key}
     if config.optim.name != AdamWConfig.name:

@@ -1,31 +1,99 @@
-"""The JSON files with which transformers describes a GPT-2, and the `ModelConfig` that they stand for."""
+"""The JSON files with which transformers describes a model, and the `ModelConfig` that they stand for."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from gptexp.config.rules import wrong_rope_scaling
 from gptexp.config.schema import ModelConfig
 from gptexp.process.errors import ConfigError
-from gptexp.process.words import shown
+from gptexp.process.words import listed, shown
 
 CONFIG_JSON, GENERATION_CONFIG_JSON = "config.json", "generation_config.json"
-# Properties that every `GPT` has and that transformers can configure. A key that config.json lacks has this value.
-_FIXED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",  # the approximation by tanh
-    "layer_norm_epsilon": 1e-5,  # torch's default, which `GPT` uses
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}  # `model.mlp` -> hidden_act
 _SAME = {"gelu_pytorch_tanh": "gelu_new"}  # the same function in torch's own kernel
-# The key of `ModelConfig` -> the key of config.json, and transformers' default.
-_SIZES = {
-    "n_layer": ("n_layer", 12),
-    "n_head": ("n_head", 12),
-    "n_embd": ("n_embd", 768),
-    "block_size": ("n_positions", 1024),
-    "vocab_size": ("vocab_size", 50257),
-}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model that transformers has, as its config.json describes it."""
+
+    architecture: str
+    # Key of `ModelConfig` -> the key of config.json, and transformers' default.
+    sizes: Mapping[str, tuple[str, Any]]
+    # What config.json can configure and `GPT` cannot. A key that config.json lacks has this value.
+    fixed: Mapping[str, Any]
+    # Key of `ModelConfig` -> the values that the block can have.
+    block: Mapping[str, tuple[Any, ...]]
+
+
+def _of_llama(defaults: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The sizes of a block with Llama's names, with these `defaults` in place of Llama's."""
+    known = {
+        "n_layer": ("num_hidden_layers", 32), "n_head": ("num_attention_heads", 32), "n_embd": ("hidden_size", 4096),
+        "block_size": ("max_position_embeddings", 2048), "vocab_size": ("vocab_size", 32000),
+        "n_mlp": ("intermediate_size", 11008), "n_kv_head": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None), "norm_eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False),
+        "bias": ("attention_bias", False),
+    }  # fmt: skip
+    return {key: (theirs, defaults.get(theirs, default)) for key, (theirs, default) in known.items()}
+
+
+_LLAMA = {
+    "norm": ("rmsnorm",), "position": ("rope",), "mlp": tuple(_ACTIVATIONS), "logit_softcap": (None,),
+}  # fmt: skip
+
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "n_layer": ("n_layer", 12), "n_head": ("n_head", 12), "n_embd": ("n_embd", 768),
+            "block_size": ("n_positions", 1024), "vocab_size": ("vocab_size", 50257), "n_mlp": ("n_inner", None),
+            "norm_eps": ("layer_norm_epsilon", 1e-5), "tied": ("tie_word_embeddings", True),
+        },
+        {
+            "activation_function": "gelu_new",  # the approximation by tanh
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        {"logit_softcap": (None,)},
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        _of_llama({}),
+        {},
+        {**_LLAMA, "residual_norm": ("pre",), "qk_norm": ("none",), "window": (None,)},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _of_llama({"intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+                   "num_key_value_heads": 32, "head_dim": 128}),
+        {},
+        {**_LLAMA, "residual_norm": ("pre",), "qk_norm": ("head",), "bias": (False,)},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _of_llama({"vocab_size": 50304, "rms_norm_eps": 1e-5}),
+        {},
+        {**_LLAMA, "residual_norm": ("post",), "qk_norm": ("all",), "window": (None,), "bias": (False,)},
+    ),
+}  # fmt: skip
+
+
+def family_of(m: ModelConfig) -> str:
+    """The family that has the block of `m`. Raises `ConfigError` with the key that stands in the way."""
+    likely = {"pre none": "llama", "pre head": "qwen3", "post all": "olmo2"}
+    name = "gpt2" if m.is_gpt2 else likely.get(f"{m.residual_norm} {m.qk_norm}", "llama")
+    for key, values in FAMILIES[name].block.items():
+        value = getattr(m, key)
+        if value not in values:
+            allowed = " or ".join(shown(other) for other in values)
+            rule = f"transformers' {FAMILIES[name].architecture}, the nearest of its models, has {allowed}"
+            raise ConfigError(f"model.{key}={shown(value)}: {rule}; only gptexp can use this model", "not-exportable")
+    if name == "llama" and m.n_embd % m.n_head:
+        rule = f"transformers' Llama has an n_embd that is a multiple of it, and model.n_embd={m.n_embd} is not"
+        raise ConfigError(f"model.n_head={m.n_head}: {rule}; only gptexp can use this model", "not-exportable")
+    return name
 
 
 def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
@@ -34,48 +102,119 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     The vocabulary is not padded, not even from 50,257: rows added to a trained wte would have the logit 0. That is far
     above GPT-2's own logits, so the padding would get most of the probability.
     """
-    for key, expected in _FIXED.items():
+    name = content.get("model_type", "gpt2")
+    if name not in FAMILIES:
+        _refuse("model_type", name, f"gptexp has {listed(list(FAMILIES))}")
+    family = FAMILIES[name]
+    for key, expected in family.fixed.items():
         value = content.get(key, expected)
         if value != expected and not (isinstance(value, str) and _SAME.get(value) == expected):
-            rule = f"gptexp's GPT-2 has {shown(expected)}; give a model that has it too"
-            raise ConfigError(f"{key}={shown(value)}: {rule}", "other-architecture")
-    sizes = {key: content.get(theirs, default) for key, (theirs, default) in _SIZES.items()}
-    inner = content.get("n_inner")
-    if inner is not None and inner != 4 * sizes["n_embd"]:
-        rule = f"gptexp's GPT-2 has 4·n_embd = {4 * sizes['n_embd']}"
-        raise ConfigError(f"n_inner={shown(inner)}: {rule}", "other-architecture")
-    return checked_model(sizes, bias=True)
+            _refuse(key, value, f"gptexp's {family.architecture} has {shown(expected)}; give a model that has it too")
+    values = {key: content.get(theirs, default) for key, (theirs, default) in family.sizes.items()}
+    if name == "gpt2":
+        return checked_model({"bias": True, **values})
+    block = {key: allowed[0] for key, allowed in family.block.items()}
+    return checked_model({**block, **values, **_rope(content), **_mlp(content, values), **_windows(name, content)})
 
 
-def checked_model(sizes: Mapping[str, Any], bias: Any) -> ModelConfig:
+def _refuse(key: str, value: Any, rule: str) -> None:
+    raise ConfigError(f"{key}={shown(value)}: {rule}", "other-architecture")
+
+
+def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's keys. transformers 5 writes them in rope_parameters, earlier versions side by side."""
+    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    theta = found.get("rope_theta", content.get("rope_theta", 10_000.0))
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta}
+    scaling = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta")}
+    if kind != "llama3" or wrong_rope_scaling(scaling):
+        _refuse("rope_type", kind, "gptexp has default and llama3")
+    return {"rope_theta": theta, "rope_scaling": {key: float(value) for key, value in scaling.items()}}
+
+
+def _mlp(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of the MLP. Its layers must have biases exactly if those of attention have."""
+    kinds = {**{act: mlp for mlp, act in _ACTIVATIONS.items()}, "swish": "swiglu"}
+    if (act := content.get("hidden_act", "silu")) not in kinds:
+        _refuse("hidden_act", act, f"gptexp has {listed(list(_ACTIVATIONS.values()))}")
+    if (bias := content.get("mlp_bias", False)) != values["bias"]:
+        _refuse("mlp_bias", bias, f"gptexp has biases in all layers of a block or in none, and {values['bias']=}")
+    return {"mlp": kinds[act]}
+
+
+def _windows(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of windows. Raises `ConfigError` unless full attention comes in every n-th block, or in none."""
+    kinds, window = content.get("layer_types"), content.get("sliding_window")
+    if name != "qwen3" or not content.get("use_sliding_window") or window is None:
+        return {"window": None}
+    full = [number for number, kind in enumerate(kinds or (), 1) if kind == "full_attention"]
+    every = full[0] if full else None
+    if not kinds or full != (list(range(every, len(kinds) + 1, every)) if every else []):
+        _refuse("layer_types", kinds, "gptexp has full attention in every n-th layer, or in none")
+    return {"window": window, "window_every": every}
+
+
+def checked_model(values: Mapping[str, Any]) -> ModelConfig:
     """The model with these values, which were read from a file. Raises `ConfigError` for values that are illegal."""
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_mlp", "window"):
+        value = values.get(key)
+        optional = key in ("n_kv_head", "head_dim", "n_mlp", "window")
+        if not (value is None and optional) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0", "out-of-range")
-    if sizes["n_embd"] % sizes["n_head"]:
-        rule = f"not divisible by n_head={sizes['n_head']}"
-        raise ConfigError(f"n_embd={sizes['n_embd']}: {rule}", "heads-not-divisible")
-    if not isinstance(bias, bool):
-        raise ConfigError(f"bias={shown(bias)}: must be true or false", "wrong-type")
-    return ModelConfig(bias=bias, **sizes)
+    for key in ("bias", "tied"):
+        if not isinstance(value := values.get(key, True), bool):
+            raise ConfigError(f"{key}={shown(value)}: must be true or false", "wrong-type")
+    for key in ("norm_eps", "rope_theta"):
+        value = values.get(key, 1.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"{key}={shown(value)}: must be finite and above 0", "out-of-range")
+    if values["n_embd"] % values["n_head"] and values.get("head_dim") is None:
+        rule = f"not divisible by n_head={values['n_head']}"
+        raise ConfigError(f"n_embd={values['n_embd']}: {rule}", "heads-not-divisible")
+    if values["n_head"] % (values.get("n_kv_head") or 1):
+        rule = f"not divisible by n_kv_head={values['n_kv_head']}"
+        raise ConfigError(f"n_head={values['n_head']}: {rule}", "kv-heads-not-divisible")
+    return ModelConfig(**values)
 
 
 def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> dict[str, Any]:
-    """The content of config.json for a model whose tokenizer has `n_vocab` ids."""
-    sizes = {theirs: getattr(model, key) for key, (theirs, _) in _SIZES.items()}
-    return {
-        **_FIXED,
-        **sizes,
+    """The content of config.json for a model whose tokenizer has `n_vocab` ids.
+
+    Raises `ConfigError` with the key that stands in the way if transformers has no such model.
+    """
+    name = family_of(model)
+    family, full = FAMILIES[name], model.spelled_out()
+    content = {
+        **family.fixed,
+        **{theirs: getattr(full, key) for key, (theirs, _) in family.sizes.items()},
         "vocab_size": n_vocab,
-        "architectures": ["GPT2LMHeadModel"],
-        "resid_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "attn_pdrop": model.dropout,
+        "architectures": [family.architecture],
+        "model_type": name,
         "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "dtype": "float32",
     }
+    if name == "gpt2":
+        return content | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout)
+    content |= {
+        "hidden_act": _ACTIVATIONS[model.mlp],
+        "attention_dropout": model.dropout,
+        "pad_token_id": None,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": {"rope_type": "llama3", **model.rope_scaling} if model.rope_scaling else None,
+    }
+    if name == "llama":
+        content["mlp_bias"] = model.bias
+    if model.window is not None:
+        kinds = [
+            "full_attention" if model.window_of(number) is None else "sliding_attention"
+            for number in range(model.n_layer)
+        ]
+        content |= {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
+    return content
 
 
 def generation_config_json(end_of_text: int | None) -> dict[str, Any]:

@@ -142,7 +142,10 @@ def split(
     model.register_forward_hook(_forget_whole_parameters)
     for method in methods:
         register_fsdp_forward_method(model, method)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
+    for name, buffer in buffers.items():  # they are computed, not loaded
+        model.get_buffer(name).copy_(buffer)
     return SplitParameters(model)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpus import PCIE_4, Link
+from gptexp.model.shapes import count_parameters
 
 NCCL = "nccl"
 

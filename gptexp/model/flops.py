@@ -2,34 +2,36 @@
 
 Training FLOPs per token: 6·N for the matrix products (Kaplan et al., arXiv 2001.08361: two per parameter forward,
 four backward) plus the attention scores. `palm` counts the full T × T scores (PaLM, arXiv 2204.02311, appendix B),
-`causal` the half below the diagonal, which a causal kernel computes. N excludes wpe, which is never multiplied, and
-counts wte once, for lm_head.
+`causal` the half below the diagonal, which a causal kernel computes. N excludes embeddings, which are never multiplied,
+and counts the head, also if it is the embedding of tokens.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpus import gpu_of
-
-
-def count_parameters(m: ModelConfig) -> int:
-    """Number of all parameters; the tied wte and lm_head count once."""
-    per_block = 12 * m.n_embd**2 + (13 if m.bias else 2) * m.n_embd
-    final_norm = (2 if m.bias else 1) * m.n_embd
-    return (m.resolved_vocab_size + m.block_size) * m.n_embd + m.n_layer * per_block + final_norm
+from gptexp.model.shapes import names_of, parameter_shapes
 
 
 def multiplied_parameters(m: ModelConfig) -> int:
-    """N: the number of parameters without wpe."""
-    return count_parameters(m) - m.block_size * m.n_embd
+    """N: the number of parameters without embeddings, which are not multiplied, but with the head."""
+    tokens, positions, *_ = names_of(m)
+    looked_up = {f"{positions}.weight", *(() if m.tied else (f"{tokens}.weight",))}
+    return sum(math.prod(shape) * count for name, shape, count in parameter_shapes(m) if name not in looked_up)
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
-    """Training FLOPs per token, forward and backward, as (palm, causal)."""
-    n = multiplied_parameters(m)
-    scores = m.n_layer * m.n_embd * seq_len
-    return 6 * n + 12 * scores, 6 * n + 6 * scores
+    """Training FLOPs per token, forward and backward, as (palm, causal).
+
+    Within a window w, palm counts w keys for each token; a causal kernel computes w - w² / 2T of them on average.
+    """
+    n, width = multiplied_parameters(m), m.n_head * m.head_size
+    windows = [min(m.window_of(number) or seq_len, seq_len) for number in range(m.n_layer)]
+    palm = 12 * width * sum(windows)
+    causal = 12 * width * sum(2 * seq_len * w - w * w for w in windows) // (2 * seq_len)
+    return 6 * n + palm, 6 * n + causal
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -58,8 +60,8 @@ class Utilisation:
     def to_dict(self) -> dict[str, Any]:
         """The fields and the formulas, for a run's metadata."""
         return {
-            "formula_palm": "(6 N + 12 n_layer n_embd seq_len) tokens_per_s / peak",
-            "formula_causal": "(6 N + 6 n_layer n_embd seq_len) tokens_per_s / peak",
+            "formula_palm": "(6 N + 12 n_layer n_head head_dim seq_len) tokens_per_s / peak",
+            "formula_causal": "(6 N + 6 n_layer n_head head_dim seq_len) tokens_per_s / peak",
             **asdict(self),
         }
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptexp.data.tokenizer import Tokenizer, document_start
-from gptexp.model.gpt import GPT, LayerCache
+from gptexp.model.gpt import GPT
+from gptexp.model.layers import LayerCache
 from gptexp.process.errors import UserError
 
 
@@ -82,8 +83,8 @@ def for_inference(model: GPT, dtype: torch.dtype, precision: str) -> GPT:
 
     Its logits are those of `model` under autocast to `dtype`, up to rounding. In float32 the linear layers have torch's
     matmul `precision`; generate text with it within `matmul_precision("highest")`. The linear layers have weights of
-    their own, so the output layer is no longer tied to wte; all other weights are shared. `model` must not be split
-    over ranks.
+    their own, so the output layer is no longer tied to the embedding; all other weights are shared. `model` must not be
+    split over ranks.
     """
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
     for parent in list(copied.modules()):
@@ -141,7 +142,7 @@ def generate(
     """
     # These generators are not torch's, so sampling does not change the random numbers of training.
     generators = [np.random.default_rng((how.seed, number)) for number in range(num_samples)]
-    text = torch.tensor([prompt], device=model.wte.weight.device).expand(num_samples, -1)  # (N, T)
+    text = torch.tensor([prompt], device=model.tokens.weight.device).expand(num_samples, -1)  # (N, T)
     cache = model.empty_cache(num_samples, min(model.cfg.block_size, len(prompt) + how.max_new_tokens))
     ended = [False] * num_samples
     for step in range(how.max_new_tokens):

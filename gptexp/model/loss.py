@@ -37,29 +37,51 @@ LOG2_E = math.log2(math.e)
 IGNORED = -1  # target of padding, which has no loss
 
 
-def plain_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats of the rows of `hidden` (N, C) for the head `weight` (V, C) and `targets` (N,)."""
-    logits = F.linear(hidden, weight)  # (N, V)
-    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+def plain_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, z_loss: float = 0.0
+) -> Tensor:
+    """Mean loss in nats of the rows of `hidden` (N, C) for the head `weight` (V, C) and `targets` (N,).
+
+    `softcap` limits the logits. The gradient is that of the loss plus `z_loss` times the mean square of log Z, the
+    logarithm of the softmax's denominator, which keeps the logits small (PaLM, arXiv 2204.02311, section 5); the value
+    is the loss alone, comparable between runs with and without.
+    """
+    logits = softcapped(F.linear(hidden, weight), softcap).float()  # (N, V)
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    if not z_loss:
+        return loss
+    z = logits.logsumexp(-1)[targets != IGNORED].square().mean() * z_loss
+    return loss + z - z.detach()
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, z_loss: float = 0.0
+) -> Tensor:
     """Value and gradients of `plain_cross_entropy`, without the (N, V) logits in memory."""
-    return _in_chunks(hidden, weight, targets, fused=False)
+    return _in_chunks(hidden, weight, targets, softcap, z_loss, fused=False)
 
 
-def fused_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, z_loss: float = 0.0
+) -> Tensor:
     """`chunked_cross_entropy` with one compiled pass over each chunk of logits, whether the model is compiled or not.
 
     Needs a compiler.
     """
-    return _in_chunks(hidden, weight, targets, fused=True)
+    return _in_chunks(hidden, weight, targets, softcap, z_loss, fused=True)
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits z as c tanh(z / c), for the softcap c; None: as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 LOSSES = {"plain": plain_cross_entropy, "chunked": chunked_cross_entropy, "fused": fused_cross_entropy}
 
 
-def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tensor:
+def _in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, z_loss: float, fused: bool
+) -> Tensor:
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
@@ -68,9 +90,11 @@ def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> 
     loss: Tensor
     if torch.compiler.is_compiling():
         # In a compiled model on a GPU, each chunk is compiled too.
-        loss = _chunked(hidden, weight, targets, needs_grad, fused or kind == "cuda")[0]
+        loss = _chunked(hidden, weight, targets, softcap, z_loss, needs_grad, fused or kind == "cuda")[0]
     else:
-        loss = _Chunked.apply(hidden, weight, targets, needs_grad, fused)  # type: ignore[no-untyped-call]
+        loss = _Chunked.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, softcap, z_loss, needs_grad, fused
+        )
     return loss
 
 
@@ -98,8 +122,8 @@ class _Chunked(torch.autograd.Function):
     """The loss in a model that is not compiled: no custom operation, whose first call would import the compiler."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> Tensor:
-        loss, *gradients = _loss_and_gradients(hidden, weight, targets, needs_grad, fused)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        loss, *gradients = _loss_and_gradients(*arguments)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -111,18 +135,32 @@ class _Chunked(torch.autograd.Function):
 
 @torch.library.custom_op("gptexp::chunked_cross_entropy", mutates_args=())
 def _chunked(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    needs_grad: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_loss_and_gradients` as one opaque operation for the compiler.
 
     Otherwise the compiler would unroll the loop, take 3 s per chunk, and schedule all chunks at once, with all logits
     in memory.
     """
-    return _loss_and_gradients(hidden, weight, targets, needs_grad, fused)
+    return _loss_and_gradients(hidden, weight, targets, softcap, z_loss, needs_grad, fused)
 
 
 @_chunked.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    needs_grad: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.float32)
     if needs_grad:
         return loss, torch.empty_like(hidden), torch.empty_like(weight)
@@ -136,14 +174,20 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _scaled_gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     grad_hidden, grad_weight = ctx.saved_tensors
-    return grad_hidden * grad, grad_weight * grad, None, None, None
+    return grad_hidden * grad, grad_weight * grad, None, None, None, None, None
 
 
 _chunked.register_autograd(once_differentiable(_scaled_gradients), setup_context=_keep_gradients)
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool, fused: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    needs_grad: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, gradient of `hidden`, gradient of `weight`). The gradients are empty unless `needs_grad`.
 
@@ -168,7 +212,7 @@ def _loss_and_gradients(
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             into = (grad_hidden[part], grad_weight) if needs_grad else None
-            loss += chunk(hidden[part], low, targets[part, None], of_mean[part, None], into, passes)
+            loss += chunk(hidden[part], low, targets[part, None], of_mean[part, None], softcap, z_loss, into, passes)
     return loss, grad_hidden, grad_weight.to(weight.dtype)
 
 
@@ -250,7 +294,14 @@ def _add(to: Tensor, product: Tensor) -> Tensor:
 
 
 def _chunk(
-    h: Tensor, weight: Tensor, y: Tensor, of_mean: Tensor, into: tuple[Tensor, Tensor] | None, passes: _Passes
+    h: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    of_mean: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    into: tuple[Tensor, Tensor] | None,
+    passes: _Passes,
 ) -> Tensor:
     """The loss of the rows `h` (R, C) with targets `y` (R, 1), each times its share `of_mean` (R, 1), summed.
 
@@ -260,17 +311,26 @@ def _chunk(
     # factor is applied to the smaller operand `h`. The softmax stays unnormalised: 1/sum is applied to the (R, C)
     # operands of the two products below and not to all V columns. Each of these saves a pass over the largest tensor.
     logits = passes.logits(h * LOG2_E, weight.T)
+    slopes = None  # of the softcap
+    if softcap is not None:
+        logits.div_(softcap * LOG2_E).tanh_()
+        slopes = 1 - logits.square()
+        logits.mul_(softcap * LOG2_E)
     of_target = logits.gather(1, y).float()
     exps, total, shift = passes.exps(logits)
     loss = ((total.log2() + (shift - of_target)) * of_mean).sum() / LOG2_E
     if into is None:
         return loss
     grad_hidden, grad_weight = into
-    scale = of_mean / total
-    grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * of_mean)
+    scale, of_one = of_mean / total, of_mean  # factors of exps, and of the one at the target
+    if z_loss:
+        scale = scale * (1 + 2 * z_loss / LOG2_E * (total.log2() + shift))
+    if slopes is not None:
+        exps, of_one = exps * slopes, of_mean * slopes.gather(1, y)
+    grad_hidden.copy_((exps @ weight) * scale - weight[y[:, 0]] * of_one)
     if weight.dtype == torch.float32:
         grad_weight.addmm_(exps.T, h * scale)
     else:
         passes.add(grad_weight, exps.T @ (h * scale).to(weight.dtype))
-    grad_weight.index_add_(0, y[:, 0], (h * of_mean).float(), alpha=-1)
+    grad_weight.index_add_(0, y[:, 0], (h * of_one).float(), alpha=-1)
     return loss

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.flops import count_parameters
 from gptexp.model.loss import chunk_rows
-from gptexp.model.optimizer_state import most_state_bytes, parameter_shapes, rows_of, state_bytes, update_bytes
+from gptexp.model.optimizer_state import most_state_bytes, rows_of, state_bytes, update_bytes
+from gptexp.model.shapes import count_parameters, parameter_shapes
 from gptexp.optim.base import OptimConfig
 
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import gptexp.optim.torch_optimizers  # noqa: F401  so that no optimizer imports the compiler
 from gptexp.config.schema import ModelConfig
+from gptexp.model.shapes import parameter_shapes
 from gptexp.optim.base import OptimConfig, Shape
 
 
@@ -107,23 +108,3 @@ def update_bytes(optim: OptimConfig, model: ModelConfig) -> int:
 def rows_of(shape: Shape, ranks: int) -> Shape:
     """The shape of the largest of the parts into which FSDP2 splits a parameter: by rows, rounded up."""
     return (-(-shape[0] // ranks), *shape[1:])
-
-
-def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
-    """Yield (name, shape, number of such parameters) for all parameters, those of the blocks under the first one's."""
-    c = m.n_embd
-    yield "wte.weight", (m.resolved_vocab_size, c), 1
-    yield "wpe.weight", (m.block_size, c), 1
-    layers: list[tuple[str, Shape, int]] = [
-        ("h.0.ln_1", (c,), m.n_layer),
-        ("h.0.attn.c_attn", (3 * c, c), m.n_layer),
-        ("h.0.attn.c_proj", (c, c), m.n_layer),
-        ("h.0.ln_2", (c,), m.n_layer),
-        ("h.0.mlp.c_fc", (4 * c, c), m.n_layer),
-        ("h.0.mlp.c_proj", (c, 4 * c), m.n_layer),
-        ("ln_f", (c,), 1),
-    ]
-    for name, shape, count in layers:
-        yield f"{name}.weight", shape, count
-        if m.bias:
-            yield f"{name}.bias", shape[:1], count

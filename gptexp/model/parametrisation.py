@@ -30,6 +30,8 @@ import math
 from dataclasses import dataclass
 
 from gptexp.config.schema import ModelConfig
+from gptexp.model.shapes import is_block_matrix, writes_to_residual
+from gptexp.optim.base import in_block
 
 INIT_STD = 0.02
 
@@ -54,13 +56,8 @@ def depth_ratio(m: ModelConfig) -> float:
 
 
 def base_head_size(m: ModelConfig) -> float:
-    """The size of the base's heads; for `standard` that of the model's own heads."""
-    return (m.base_n_embd or m.n_embd) / (m.base_n_head or m.n_head)
-
-
-def is_block_matrix(name: str) -> bool:
-    """Whether a parameter of this name is a matrix of a block: c_attn, c_proj or c_fc."""
-    return name.startswith("h.") and ".c_" in name and name.endswith(".weight")
+    """The size of the base's heads; for `standard`, and for one that is given as `head_dim`, that of the model's own."""
+    return m.head_dim or (m.base_n_embd or m.n_embd) / (m.base_n_head or m.n_head)
 
 
 def initial_std(m: ModelConfig, name: str) -> float:
@@ -68,14 +65,14 @@ def initial_std(m: ModelConfig, name: str) -> float:
     if not is_block_matrix(name):
         return INIT_STD
     std = INIT_STD
-    if name.endswith("c_proj.weight"):
+    if m.residual_norm == "pre" and writes_to_residual(name):
         std = INIT_STD / math.sqrt(2 * (m.base_n_layer or m.n_layer))
     return std / math.sqrt(width_ratio(m))
 
 
 def attention_scale(m: ModelConfig) -> float | None:
     """The factor of q·k in attention; None: that of the standard, 1 / sqrt(head size)."""
-    size, base = m.n_embd / m.n_head, base_head_size(m)
+    size, base = m.head_size, base_head_size(m)
     return None if size == base else math.sqrt(base) / size
 
 
@@ -96,7 +93,7 @@ def optimizer_factors(m: ModelConfig, name: str) -> Factors:
     if m.parametrisation != "completep":
         return Factors(lr)
     weight_decay = width if is_block_matrix(name) else 1.0
-    return Factors(lr, weight_decay, 1.0 / (width * depth) if name.startswith("h.") else 1.0 / width)
+    return Factors(lr, weight_decay, 1.0 / (width * depth) if in_block(name) else 1.0 / width)
 
 
 def describe(m: ModelConfig) -> str:

@@ -19,6 +19,11 @@ Groups = list[dict[str, Any]]  # parameter groups, as torch's optimizers take th
 Named = Mapping[str, "nn.Parameter"]
 
 
+def in_block(name: str) -> bool:
+    """Whether a parameter of this name belongs to a block of the model: GPT-2's h, Llama's layers."""
+    return name.startswith(("h.", "layers."))
+
+
 def optimizer_name(name: str) -> Any:
     """The key `name` of an optimizer, whose only legal value is this name."""
     return ruled(name, lambda v: v == name, "optim=NAME chooses the optimizer and its keys", "optimizer-name")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gptexp.optim.base import Groups, Named, Optimizer, TwoMomentsConfig, optimizer_name
+from gptexp.optim.base import Groups, Named, Optimizer, TwoMomentsConfig, in_block, optimizer_name
 from gptexp.process.fields import below_one, positive, ruled
 
 
@@ -24,7 +24,7 @@ class MuonConfig(TwoMomentsConfig):
     def build(self, groups: Groups, named: Named, fused: bool) -> Optimizer:
         from gptexp.optim.torch_optimizers import AdamW, Joined, Muon
 
-        matrices = {p: name for name, p in named.items() if p.dim() == 2 and name.startswith("h.")}
+        matrices = {p: name for name, p in named.items() if p.dim() == 2 and in_block(name)}
         rest = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in groups]
         muon = Muon(
             [{"params": [*matrices], "weight_decay": self.weight_decay}], self.lr, momentum=self.momentum,

@@ -27,7 +27,8 @@ from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_r
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import apply, load_effective
 from gptexp.model.attention import KERNELS
-from gptexp.model.flops import count_parameters, flops_per_token
+from gptexp.model.flops import flops_per_token
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.versions import git_commit, versions
 from gptexp.run.observe import Observed, medians, observe

@@ -34,9 +34,9 @@ from gptexp.machine.device import missing_compiler, why_uncompilable
 from gptexp.machine.effective import Effective, forward_context
 from gptexp.model import loss
 from gptexp.model.compiler import compile_options
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError
 from gptexp.run.evaluations import build_evaluations
 from gptexp.run.first_weights import load_first_weights
@@ -146,20 +146,21 @@ def build_split_gpt(
     with torch.device("meta"):
         gpt = _unseeded(cfg, effective)
     if effective.compile.value:
-        for block in gpt.h:  # only `forward`: the block itself would include FSDP2's hooks
+        for block in gpt.blocks:  # only `forward`: the block itself would include FSDP2's hooks
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
             block.forward = partial(_forward, block.forward, compiled)
     dtypes = getattr(torch, effective.dtype.value), getattr(torch, cfg.world.comm)
-    parameters = split(gpt, list(gpt.h), ("logits",), device, *dtypes)
+    parameters = split(gpt, list(gpt.blocks), ("logits",), device, *dtypes)
     if drawn:
         torch.manual_seed(cfg.train.seed)
         load_weights(gpt.initial_weights(), parameters)
     return gpt, parameters
 
 
-def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: Tensor, cache: Any = None) -> Tensor:
+def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """The forward pass of a block: compiled, except to generate text, where shapes change with every token."""
-    return compiled(x) if cache is None else plain(x, cache)
+    *_, cache = arguments
+    return (compiled if cache is None else plain)(*arguments)
 
 
 def _unseeded(cfg: Config, effective: Effective) -> GPT:
@@ -168,7 +169,8 @@ def _unseeded(cfg: Config, effective: Effective) -> GPT:
         torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
-    return GPT(model, LOSSES[effective.loss.value], cfg.train.recomputed_every)
+    of_step = partial(LOSSES[effective.loss.value], z_loss=cfg.train.z_loss)
+    return GPT(model, of_step, cfg.train.recomputed_every)
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:
@@ -204,6 +206,7 @@ def wrap(
     ddp = DistributedDataParallel(
         gpt,
         device_ids=[device] if device.type == "cuda" else None,
+        broadcast_buffers=False,
         gradient_as_bucket_view=True,
         bucket_cap_mb=max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if effective.compile.value else None,
     )

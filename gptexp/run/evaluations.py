@@ -136,7 +136,7 @@ def evaluate_tasks(
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]
-        scores = score(model, examples, Rank(), model.wte.weight.device, nullcontext)
+        scores = score(model, examples, Rank(), model.tokens.weight.device, nullcontext)
         found[HELLASWAG] = {name.partition("/")[2]: value for name, value in scores.items()}
         found[HELLASWAG]["examples"] = len(examples)
     if others:

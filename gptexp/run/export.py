@@ -24,11 +24,11 @@ from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_file import FileTokenizer
 from gptexp.data.tokenizer_json import transformers_files
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import to_transformers
 from gptexp.model.loss import perplexity
 from gptexp.model.parametrisation import describe
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration

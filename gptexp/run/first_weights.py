@@ -14,8 +14,8 @@ from gptexp.config.vocabulary import VOCAB_SIZES
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_json import gpt2_vocabulary
 from gptexp.distributed.sharding import Parameters
-from gptexp.model.flops import count_parameters
 from gptexp.model.huggingface import from_nanogpt, from_transformers
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import CheckpointError, ConfigError, DataError
 from gptexp.process.terminal import warn
 from gptexp.process.words import counted
@@ -60,9 +60,9 @@ def load_first_weights(source: Source, parameters: Parameters) -> None:
         return
     try:
         if source.kind == "transformers":
-            weights = from_transformers(read_transformers(source.path))
+            weights = from_transformers(read_transformers(source.path), source.model())
         else:
-            weights = from_nanogpt(read_nanogpt(source.path)[1])
+            weights = from_nanogpt(read_nanogpt(source.path)[1], source.model())
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
     _check(source.path, weights, parameters.shapes)
@@ -72,9 +72,9 @@ def load_first_weights(source: Source, parameters: Parameters) -> None:
 def _check(path: Path, weights: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
     """Raise `CheckpointError` for the first of `weights` that does not fit. They have the names of a `GPT`."""
     if missing := wanted.keys() - weights.keys():
-        raise CheckpointError(f"{path}: lacks the weight {min(missing)}; give a complete GPT-2")
+        raise CheckpointError(f"{path}: lacks the weight {min(missing)}; give a complete model")
     if unknown := weights.keys() - wanted.keys():
-        raise CheckpointError(f"{path}: has the weight {min(unknown)}, which gptexp's GPT-2 lacks; give another model")
+        raise CheckpointError(f"{path}: has the weight {min(unknown)}, which its config lacks; give another model")
     for name, shape in wanted.items():
         found = weights[name]
         if found.shape != shape:

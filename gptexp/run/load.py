@@ -16,10 +16,10 @@ from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import has_native_bfloat16, pick_device
 from gptexp.machine.effective import Effective, apply, forward_context, load_effective, step_context
 from gptexp.machine.resolve import resolve
-from gptexp.model.flops import count_parameters
 from gptexp.model.generate import for_inference
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import AUTO
 from gptexp.process.terminal import warn

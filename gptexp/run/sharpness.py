@@ -24,9 +24,9 @@ from gptexp.data.loader import build_dataset
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import pick_device
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
+from gptexp.model.shapes import count_parameters
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import CheckpointError, ConfigError, DataError, UserError, first_line
 from gptexp.process.signals import StopRequest

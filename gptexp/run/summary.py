@@ -12,8 +12,9 @@ from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
-from gptexp.model.flops import Utilisation, count_parameters
+from gptexp.model.flops import Utilisation
 from gptexp.model.parametrisation import describe
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import CheckpointError, ConfigError, StorageError
 from gptexp.process.terminal import as_command, warn
 from gptexp.process.versions import git_commit, versions

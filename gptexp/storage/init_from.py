@@ -93,8 +93,9 @@ def with_step(config: Config) -> Config:
 
 def check(config: Config, init_from: str) -> None:
     """Raise unless the weights of `init_from` exist, and are for the model of `config`, dropout aside."""
-    source = of_config(init_from)
-    pairs = [(key, getattr(config.model, key), was) for key, _, was in fields_of(source.model()) if key != "dropout"]
+    source, model = of_config(init_from), config.model.spelled_out()
+    wanted = source.model().spelled_out()
+    pairs = [(key, getattr(model, key), was) for key, _, was in fields_of(wanted) if key != "dropout"]
     different = [(key, shown(now), shown(was)) for key, now, was in pairs if now not in (was, AUTO)]
     if lines := [
         f"model.{key}={now}: init_from={init_from} has {key}={was}; use the same value, or model=from_init"
@@ -156,4 +157,4 @@ def _of_nanogpt(path: Path) -> ModelConfig:
 
     args, _ = read_nanogpt(path, "meta")
     sizes = {key: args.get(key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    return checked_model(sizes, args.get("bias", True))
+    return checked_model({**sizes, "bias": args.get("bias", True)})

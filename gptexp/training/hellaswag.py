@@ -68,6 +68,6 @@ def _losses(model: GPT, rows: Sequence[tuple[list[int], int]], device: torch.dev
         is_target[row, len(ids) - 1 - count : len(ids) - 1] = True
         targets += ids[-count:]
     h = model.hidden(x.to(device))[is_target.to(device)]  # (targets, C)
-    losses = F.cross_entropy(model.lm_head(h).float(), torch.tensor(targets, device=device), reduction="none")
+    losses = F.cross_entropy(model.head(h).float(), torch.tensor(targets, device=device), reduction="none")
     row_of = torch.arange(len(rows)).repeat_interleave(is_target.sum(1)).to(device)
     return losses.new_zeros(len(rows)).index_add_(0, row_of, losses)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from gptexp.config.schema import ModelConfig
 from gptexp.distributed.sharding import split
 from gptexp.model.allreduce import NVLINK_WAYS, Alone, Bucket, Network, Way, buckets, split_waiting_s, waiting_s
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.gpus import GPUS, NETWORKS, Link
+from gptexp.model.shapes import count_parameters
 from gptexp.run.communication import fit
 
 LINK = Link("", 2e9)
@@ -189,7 +189,7 @@ def test_fsdp_sends_a_message_for_each_block_and_one_for_the_rest(monkeypatch: p
     try:
         with torch.device("meta"):
             gpt = GPT(SMALL)
-        split(gpt, list(gpt.h), ("logits",), torch.device("cpu"), torch.float32)
+        split(gpt, list(gpt.blocks), ("logits",), torch.device("cpu"), torch.float32)
         with torch.no_grad():
             for p in gpt.parameters():
                 p.zero_()

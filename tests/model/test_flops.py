@@ -8,6 +8,7 @@ from gptexp.config.paths import conf_dir
 from gptexp.config.schema import ModelConfig
 from gptexp.model import flops
 from gptexp.model.gpt import GPT
+from gptexp.model.shapes import count_parameters
 
 
 def model_config(name: str, **changes: object) -> ModelConfig:
@@ -47,14 +48,14 @@ def built_parameters(cfg: ModelConfig) -> int:
 @pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.e2e)])
 def test_parameter_counts_equal_the_published_sizes(name: str, padded: bool) -> None:
     cfg = model_config(name, vocab_size=50304 if padded else 50257)
-    assert built_parameters(cfg) == flops.count_parameters(cfg) == PARAMETERS[name][padded]
+    assert built_parameters(cfg) == count_parameters(cfg) == PARAMETERS[name][padded]
 
 
 @pytest.mark.parametrize("name", WITHOUT_BIAS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_parameter_counts_are_exact_without_biases(name: str, padded: bool) -> None:
     cfg = model_config(name, vocab_size=50304 if padded else 50257, bias=False)
-    assert built_parameters(cfg) == flops.count_parameters(cfg) == WITHOUT_BIAS[name][padded]
+    assert built_parameters(cfg) == count_parameters(cfg) == WITHOUT_BIAS[name][padded]
 
 
 def test_every_model_file_is_tested_and_sets_a_learning_rate() -> None:

@@ -16,7 +16,8 @@ from gptexp.config.compose import compose
 from gptexp.config.schema import Config, ModelConfig, memory_key
 from gptexp.model.gpt import GPT
 from gptexp.model.memory import StepShape, memory_estimate
-from gptexp.model.optimizer_state import parameter_shapes, state_bytes
+from gptexp.model.optimizer_state import state_bytes
+from gptexp.model.shapes import parameter_shapes
 from gptexp.optim import OPTIMIZERS, AdamWConfig
 
 WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head needs most memory

@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gptexp.config.schema import ModelConfig
 from gptexp.data.loader import MicroBatch
 from gptexp.distributed.reduction import MeanReduction
-from gptexp.model.flops import count_parameters
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import most_state_bytes
+from gptexp.model.shapes import count_parameters
 from gptexp.optim import AdafactorConfig, AdamWConfig, OptimConfig, SGDConfig
 from gptexp.training.optimizer import build_optimizer
 from gptexp.training.step import TrainStep
