@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.device import is_out_of_memory
-from gptexp.model.attention import KERNELS, attention_kernel
+from gptexp.model.attention import KERNELS, attention_kernel, causal_attention
+from gptexp.model.shapes import linear_layers
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds
-LAYERS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head", "model")  # "model": all of a step
 COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # far more than the size of any cache
 
 
@@ -32,14 +31,7 @@ def median_s(call: Callable[[], Any]) -> float:
 
 def gemm_shapes(m: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, int]]:
     """The linear layers of a forward pass over `tokens`: name -> (rows, inner, columns, number of layers)."""
-    c = m.n_embd
-    return {
-        "attn.c_attn": (tokens, c, 3 * c, m.n_layer),
-        "attn.c_proj": (tokens, c, c, m.n_layer),
-        "mlp.c_fc": (tokens, c, 4 * c, m.n_layer),
-        "mlp.c_proj": (tokens, 4 * c, c, m.n_layer),
-        "lm_head": (tokens, c, m.resolved_vocab_size, 1),
-    }
+    return {name: (tokens, inputs, outputs, count) for name, (inputs, outputs, count) in linear_layers(m).items()}
 
 
 def gemm_rates(m: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -83,16 +75,14 @@ def attention_ms(
     m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
-    shape = (batch, seq_len, m.n_head, m.n_embd // m.n_head)
+    heads = (m.n_head, m.kv_heads, m.kv_heads)
     # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
-    parts = torch.randn((batch, seq_len, 3 * m.n_embd), device=device, dtype=dtype, requires_grad=True).split(
-        m.n_embd, 2
-    )
-    q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
-    grad = torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
+    of_all = torch.randn((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
+    grad = torch.randn((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
 
     def forward_backward() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+        torch.autograd.grad(causal_attention(q, k, v, None, window=m.window), (q, k, v), grad)
 
     measured: dict[str, float | None] = {}
     for name in KERNELS:

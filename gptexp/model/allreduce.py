@@ -12,12 +12,14 @@ in the switches (NVLS, CollNet), which are faster too; and corrections of up to 
 for medium sizes, numbers of channels, processors and single ranks per node.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpus import PCIE_4, Link
-from gptexp.model.shapes import count_parameters
+from gptexp.model.shapes import block_parameters, count_parameters, linear_layers, parameter_shapes
+from gptexp.optim.base import in_block
 
 NCCL = "nccl"
 
@@ -130,16 +132,18 @@ def buckets(m: ModelConfig, seq_len: int, first_bytes: float, bucket_bytes: floa
 
 def _gradients(m: ModelConfig, seq_len: int) -> Iterator[tuple[int, float]]:
     """Yield the elements of each gradient in the order of the backward pass, and the share of that pass done then."""
-    c, vocabulary = m.n_embd, m.resolved_vocab_size * m.n_embd
-    block = [4 * c * c, 4 * c * c, c * c, 3 * c * c]  # multiplications of a token
-    head, attention = _multiplications(m, seq_len)[0], 2 * c * seq_len  # attention is part of a block's last entry
-    total, done = head + m.n_layer * (sum(block) + attention), head
+    outside = [math.prod(shape) for name, shape, _ in parameter_shapes(m) if not in_block(name) and len(shape) > 1]
+    block = [inputs * outputs for name, (inputs, outputs, _) in linear_layers(m).items() if name != "lm_head"]
+    head, of_block = _multiplications(m, seq_len)
+    attention = of_block - sum(block)  # part of a block's last entry
+    total, done = head + m.n_layer * of_block, head
+    if not m.tied:
+        yield outside.pop(), done / total
     for _ in range(m.n_layer):
-        for i, matrix in enumerate(block):
-            done += matrix + (attention if i == 3 else 0)
+        for left, matrix in enumerate(block[::-1], 1 - len(block)):
+            done += matrix + (0 if left else attention)
             yield matrix, done / total
-    yield m.block_size * c, 1.0
-    yield vocabulary, 1.0
+    yield from ((elements, 1.0) for elements in outside[::-1])
 
 
 def split_waiting_s(
@@ -153,8 +157,8 @@ def split_waiting_s(
     begins, in the backward pass when the block that is computed before it begins. `hiding`: as for `waiting_s`.
     """
     backward_s, forward_s = hiding.backward_s, hiding.micro_s - hiding.backward_s
-    outside = (m.resolved_vocab_size + m.block_size + (2 if m.bias else 1)) * m.n_embd
-    block = (count_parameters(m) - outside) // m.n_layer
+    block = block_parameters(m)
+    outside = count_parameters(m) - m.n_layer * block
     gather_outside_s, gather_s = (network.gather_s(whole_bytes * n) for n in (outside, block))
     reduce_outside_s, reduce_s = (network.gather_s(sent_bytes * n) if sent_bytes else 0.0 for n in (outside, block))
     head, of_block = _multiplications(m, seq_len)
@@ -181,7 +185,8 @@ def split_waiting_s(
 
 def _multiplications(m: ModelConfig, seq_len: int) -> tuple[int, int]:
     """The multiplications of a token in the head, and in a block."""
-    return m.resolved_vocab_size * m.n_embd, 12 * m.n_embd**2 + 2 * m.n_embd * seq_len
+    *block, head = (inputs * outputs for inputs, outputs, _ in linear_layers(m).values())
+    return head, sum(block) + 2 * m.n_head * m.head_size * seq_len
 
 
 def waiting_s(full: list[Bucket], network: Network, hiding: Alone, element_bytes: int) -> float:

@@ -25,6 +25,12 @@ class Linear(nn.Linear):
         return y + self.bias.to(y.dtype)  # autocast does not convert the operands of an addition
 
 
+def lowered(x: Tensor) -> Tensor:
+    """`x` in the type of autocast, where several linear layers read it: each would convert and keep it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` in the type of its input. The weights of a split model may have another type."""
 

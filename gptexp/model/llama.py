@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import causal_attention
-from gptexp.model.layers import LayerCache, Linear, build_norm, gelu
+from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, lowered
 from gptexp.model.parametrisation import attention_scale, residual_factor
 from gptexp.model.shapes import BLOCK_NORMS
 
@@ -78,6 +78,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
         b, t, _ = x.shape
+        x = lowered(x)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H·D), fewer heads for k and v
         q, k = self.q_norm(q.view(b, t, *self.normed)), self.k_norm(k.view(b, t, *self.normed))
         q, k, v = (z.view(b, t, -1, self.d) for z in (q, k, v))  # (B, T, H, D)
@@ -122,6 +123,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(cfg.mlp_size, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = lowered(x)
         x = self.activation(self.gate_proj(x)) * self.up_proj(x)  # (B, T, mlp_size)
         return F.dropout(self.down_proj(x), self.dropout, self.training)
 

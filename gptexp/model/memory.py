@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from gptexp.config.schema import ModelConfig
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import most_state_bytes, rows_of, state_bytes, update_bytes
-from gptexp.model.shapes import count_parameters, parameter_shapes
-from gptexp.optim.base import OptimConfig
+from gptexp.model.shapes import block_parameters, count_parameters, linear_layers, parameter_shapes
+from gptexp.optim.base import OptimConfig, in_block
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Parts:
     """Bytes of what a step keeps for its backward pass or computes in it, on one rank."""
 
     kept: int  # the inputs and activations of all blocks
-    around: int  # the final LayerNorm and the token ids
+    around: int  # the final norm and the token ids
     in_block: int  # the activations of one block
     in_layer: int  # beside `kept`, in a block's backward pass: recomputed activations, temporary gradients
     loss: int
@@ -113,14 +113,9 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
 
 
 def _parts(m: ModelConfig, step: StepShape) -> _Parts:
-    """Sizes of activations and loss.
-
-    A block keeps, per token, its two residual inputs in float32 and 14·C numbers in the compute type: two normalised
-    inputs (2·C), queries, keys and values (3·C), the output of attention (C), the MLP before and after its GELU (8·C).
-    Attention and the LayerNorms keep H + 4 float32 numbers.
-    """
+    """Sizes of activations and loss."""
     c, vocab, tokens, width = m.n_embd, m.resolved_vocab_size, step.tokens, step.bytes_per_number
-    in_block = tokens * (8 * c + 14 * c * width + 4 * m.n_head + 16)
+    in_block = tokens * _token_in_block(m, step)
     if step.attention == "math":  # the scores: their softmax in float32, and in the compute type if it differs
         in_block += tokens * m.n_head * step.seq_len * (4 if width == 4 else 6)
     every = step.activation_checkpointing
@@ -132,19 +127,67 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         # two gradients, each before and after it is scaled; that of the weight is in float32, then in its own type.
         compiled = step.loss == "fused" or (compiles_loss and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
+        bytes_per_logit += 2 * width if m.logit_softcap else 0  # its slopes, and their product with the softmax
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
         loss = scratch + (4 + (width if step.is_split else 4)) * vocab * c + 2 * tokens * c * width
     else:
         # Compiled: the logits in the compute type, and on a CPU their gradient beside them; a GPU writes it over them.
         # Else in float32: the log-softmax, the gradient of the gathered entries and the gradient of the logits.
         compiled_width = 2 * width if step.device == "cpu" else width
-        loss = tokens * vocab * (compiled_width if compiles_loss else 12)
+        capped = width if m.logit_softcap else 0  # the hyperbolic tangent
+        loss = tokens * vocab * (compiled_width if compiles_loss else 12 + capped)
     # If the last block is not recomputed, its activations are freed before others take their place.
     in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
     if recomputed or step.is_split:
-        in_layer += tokens * 4 * c * width  # the gradient of the hidden layer
+        in_layer += tokens * m.mlp_size * width  # the gradient of the hidden layer
+    if in_layer and not step.compiled and m.mlp == "relu2":
+        in_layer += tokens * m.mlp_size * width  # twice its activation, times this gradient
+    if in_layer and _has_norm_of_parts(m, step):
+        in_layer += tokens * 4 * c  # its gradient in float32
     around = tokens * (4 * c + width * c + 24)
     return _Parts(kept, around, in_block, in_layer, loss, scratch if step.device == "cpu" else 0)
+
+
+def _token_in_block(m: ModelConfig, step: StepShape) -> int:
+    """Bytes that a block keeps of a token for its backward pass.
+
+    Norms before the branches keep the residual stream in float32; without them the first products keep it, in the
+    compute type. In that type are the inputs of the branches (2·C), queries, keys and values, the output of attention,
+    and the MLP before and after its activation, or a gate's two factors and their product too; a compiled gate keeps no
+    activation. Attention keeps a float32 number for each head.
+    """
+    c, width, norms = m.n_embd, step.bytes_per_number, 2 * _norm_bytes(m, step, m.n_embd, is_stream=False)
+    queries, keys = m.n_head * m.head_size, m.kv_heads * m.head_size
+    numbers = 2 * queries + 2 * keys + m.mlp_size * (4 - step.compiled if m.has_gate else 2)
+    if m.window is not None:
+        numbers += queries  # the outputs of the chunks of queries, beside what they are joined to
+    kept = 4 * m.n_head
+    if m.residual_norm != "post":
+        kept += 8 * c + 2 * c * width + 2 * _norm_bytes(m, step, c, is_stream=True)
+    else:
+        kept += 2 * c * width  # in float32, the residual stream itself
+    if m.residual_norm != "pre":
+        kept += norms
+    if m.qk_norm != "none":
+        heads = (m.n_head, m.kv_heads) if m.qk_norm == "head" else (1, 1)
+        kept += sum(n * _norm_bytes(m, step, size // n, is_stream=False) for n, size in zip(heads, (queries, keys)))
+    return kept + width * numbers
+
+
+def _norm_bytes(m: ModelConfig, step: StepShape, numbers: int, is_stream: bool) -> int:
+    """Bytes that a norm keeps of a row of `numbers`, but for the residual stream (`is_stream`), which others keep too.
+
+    On a CPU torch's RMSNorm, unless it is compiled, also keeps its input in float32, and its result before the weight.
+    """
+    of_parts = _has_norm_of_parts(m, step)
+    width = 4 if of_parts else step.bytes_per_number
+    rows = 8 if m.norm == "layernorm" or of_parts else 4
+    return rows + numbers * ((0 if is_stream else width) + (4 if of_parts and m.norm_weight else 0))
+
+
+def _has_norm_of_parts(m: ModelConfig, step: StepShape) -> bool:
+    """Whether torch computes each norm as several operations."""
+    return m.norm == "rmsnorm" and step.device == "cpu" and not step.compiled
 
 
 def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
@@ -155,13 +198,19 @@ def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
     log2(grad_accum_steps) partial sums during a micro-step, and two more copies while ranks exchange their sums.
     """
     c, vocab, weights, several = m.n_embd, m.resolved_vocab_size, 4 * count_parameters(m), step.world_size > 1
-    copies = 2 * (12 * c * c * m.n_layer + vocab * c) if step.dtype == "bfloat16" else 0
+    products = sum(inputs * outputs * count for inputs, outputs, count in linear_layers(m).values())
+    copies = 2 * products if step.dtype == "bfloat16" else 0
     waiting = weights * (step.grad_accum_steps.bit_length() - 1) if step.tree else 0
     accumulated = waiting if step.tree else weights if step.grad_accum_steps > 1 or several else 0
     sent = weights // 2 - 2 * vocab * c if several and step.comm == "bfloat16" else 0
     moments = [
         (accumulated, 0, parts.kept + copies + parts.around, parts.loss),
-        (waiting + weights + 8 * vocab * c + sent, 0, parts.in_block, parts.scratch),
+        (
+            waiting + weights + (8 if m.tied else 4 if accumulated else 0) * vocab * c + sent,
+            0,
+            parts.in_block,
+            parts.scratch,
+        ),
         (weights + update_bytes(optim, m), 0, 0, parts.scratch),
     ]
     if step.tree and several:
@@ -174,12 +223,14 @@ def _whole_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
 def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _Parts) -> list[_Moment]:
     """The moments of a model that FSDP2 has split over ranks; they reduce a block's gradients in the type `comm`."""
     c, vocab, own, width = m.n_embd, m.resolved_vocab_size, _own_bytes(m, step), step.bytes_per_number
-    block, root = 12 * c * c + 13 * c, (vocab + m.block_size + 2) * c
+    block = block_parameters(m)
+    root = count_parameters(m) - m.n_layer * block
     accumulated, new = 0, width * block  # gradients of earlier micro-steps, and those of a block
     if step.grad_accum_steps > 1:
         accumulated = own
         if step.reduce_every == "step":  # new ones are added one by one
-            accumulated, new = 4 * count_parameters(m), width * 4 * c * c
+            largest = max(math.prod(shape) for name, shape, _ in parameter_shapes(m) if in_block(name))
+            accumulated, new = 4 * count_parameters(m), width * largest
     sent = 2 if step.comm == "bfloat16" else 4
     # Gathered are the parameters of the root and of the next block, then also of the current block. Of the root's
     # gradients, only that of wte waits, for the backward pass of the embedding.

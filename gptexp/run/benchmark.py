@@ -23,7 +23,7 @@ from gptexp.config.metrics import Metric
 from gptexp.config.overrides import quoted
 from gptexp.data.prepare import prepare
 from gptexp.distributed.ranks import Rank
-from gptexp.machine.ceilings import LAYERS, attention_ms, copy_bandwidth, gemm_rates
+from gptexp.machine.ceilings import attention_ms, copy_bandwidth, gemm_rates
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import apply, load_effective
 from gptexp.model.attention import KERNELS
@@ -138,7 +138,8 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
     speed = table("Speed", "tokens/s", "ms/step", "quartiles", "MFU palm", "causal", "of GEMM rate", "GiB",
                   "1st step cold", "warm")  # fmt: skip
     parts = table("Milliseconds of a step", *map(_phase, PHASES), "reduce*")
-    limits = table("Highest rates: GFLOP/s of matrix products, ms of one layer's attention", *LAYERS, *KERNELS)
+    layers = dict.fromkeys(layer for r in results.values() for layer in r.get("gemm_flops_per_s", {}))
+    limits = table("Highest rates: GFLOP/s of matrix products, ms of one layer's attention", *layers, *KERNELS)
     for name, r in results.items():
         low, high = r["step_ms_quartiles"]
         speed.add_row(
@@ -148,7 +149,8 @@ def show(results: dict[str, dict[str, Any]], bandwidth: float) -> None:
         )  # fmt: skip
         parts.add_row(name, *(f"{r[phase]:,.1f}" for phase in (*PHASES, Metric.REDUCE_MS)))
         if "gemm_flops_per_s" in r:
-            rates = (f"{r['gemm_flops_per_s'][layer] / 1e9:,.0f}" for layer in LAYERS)
+            measured = r["gemm_flops_per_s"]
+            rates = (f"{measured[layer] / 1e9:,.0f}" if layer in measured else "-" for layer in layers)
             times = ("-" if (ms := r["attention_ms"][kernel]) is None else f"{ms:,.2f}" for kernel in KERNELS)
             limits.add_row(name, *rates, *times)
     console = Console(highlight=False, width=max(Console().width, WIDTH))  # a narrower table would cut numbers
