@@ -89,7 +89,7 @@ def _composed(overrides: list[str], config_dir: str | None, config_name: str | N
 def _models(config: Config, widths: str) -> list[ModelConfig]:
     """The model of `config` at each width, narrowest first. Raises `ConfigError` for an impossible one."""
     model = config.model
-    head_size = model.n_embd // model.n_head
+    head_size = model.n_embd // model.n_head  # numbers of the residual stream for each head
     try:
         sizes = sorted({parse_count(text) for text in widths.split(",")})
     except ValueError:
@@ -105,10 +105,17 @@ def _models(config: Config, widths: str) -> list[ModelConfig]:
                 f"model.base_n_embd={base}: not a multiple of the head size {head_size}; give model.base_n_head too"
             )
         model = replace(model, base_n_embd=base, base_n_head=model.base_n_head or base // head_size)
-    models = [replace(model, n_embd=size, n_head=size // head_size) for size in sizes]
+    models = [_resized(model, size, size // head_size) for size in sizes]
     if found := problems(replace(config, model=models[0]), 1):
         raise ConfigError(found)
     return models
+
+
+def _resized(model: ModelConfig, n_embd: int, n_head: int) -> ModelConfig:
+    """`model` with this width: heads of keys and the width of the MLP, if they are given, in proportion."""
+    kv_heads = model.n_kv_head and max(1, model.n_kv_head * n_head // model.n_head)
+    n_mlp = model.n_mlp and model.n_mlp * n_embd // model.n_embd
+    return replace(model, n_embd=n_embd, n_head=n_head, n_kv_head=kv_heads, n_mlp=n_mlp)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import BYTES, NAMES
 from gptexp.data.characters import CHARACTERS, ByteTokenizer, CharTokenizer
 from gptexp.data.shards import Tokens
 from gptexp.process import pointers
-from gptexp.process.errors import DataError, first_line
+from gptexp.process.errors import ConfigError, DataError, first_line
 from gptexp.storage.reader import read_json
 from gptexp.storage.run_dir import TOKENIZER
 
@@ -117,6 +118,22 @@ def _characters_in(content: dict[str, Any]) -> str:
 def document_start(tokenizer: Tokenizer) -> int:
     """The id after which a document begins. If documents are joined without an id: 0, a line feed in most texts."""
     return 0 if tokenizer.eot_token is None else tokenizer.eot_token
+
+
+def document_end(data: DataConfig, directory: Path | None = None) -> int | None:
+    """The id before each document, if attention stays within a document (`data.document_mask`); else None.
+
+    `directory` is that of a run that has a copy of the tokenizer. Raises `ConfigError` if the tokenizer has no such id.
+    """
+    if not data.document_mask:
+        return None
+    end = load_tokenizer(data.tokenizer, directory).eot_token
+    if end is None:
+        raise ConfigError(
+            f"data.document_mask=true: data.tokenizer={data.tokenizer} has no end of text, by which documents are told "
+            "apart; use another, or leave the mask out"
+        )
+    return end
 
 
 def bytes_of_ids(tokenizer: Tokenizer) -> list[int]:

@@ -170,7 +170,9 @@ def _token_in_block(m: ModelConfig, step: StepShape) -> int:
         kept += norms
     if m.qk_norm != "none":
         heads = (m.n_head, m.kv_heads) if m.qk_norm == "head" else (1, 1)
-        kept += sum(n * _norm_bytes(m, step, size // n, is_stream=False) for n, size in zip(heads, (queries, keys)))
+        kept += sum(
+            n * _norm_bytes(m, step, size // n, is_stream=False) for n, size in zip(heads, (queries, keys), strict=True)
+        )
     return kept + width * numbers
 
 

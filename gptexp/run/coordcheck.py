@@ -19,10 +19,11 @@ from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import build_dataset, micro_batches
+from gptexp.data.tokenizer import document_end
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.device import pick_device
-from gptexp.model.gpt import GPT, MLP, CausalSelfAttention
+from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
 from gptexp.process.errors import EXIT_FAILED
 from gptexp.process.fields import AUTO
@@ -92,7 +93,8 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
 
     def course(model: ModelConfig, seed: int) -> list[dict[str, float]]:
         torch.manual_seed(seed)
-        gpt = GPT(replace(model, vocab_size=vocab_size), chunked_cross_entropy).to(device)
+        model = replace(model, vocab_size=vocab_size)
+        gpt = GPT(model, chunked_cross_entropy, document_end=document_end(config.data)).to(device)
         train = TrainStep(
             model=gpt,
             optimizer=build_optimizer(gpt, optim, fused=False),
@@ -127,9 +129,9 @@ def activations(gpt: GPT, x: Tensor) -> dict[str, float]:
     def kept(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda _module, _inputs, output: means[name].append(float(output.abs().mean()))
 
-    names: dict[type[nn.Module], str] = {CausalSelfAttention: "attention", MLP: "mlp"}
-    layers = [module for module in gpt.modules() if type(module) in names]
-    hooks = [layer.register_forward_hook(kept(names[type(layer)])) for layer in layers]
+    parts = {"attn": "attention", "self_attn": "attention", "mlp": "mlp"}  # the branches of a block, by their names
+    branches = [(parts[name], part) for block in gpt.blocks for name, part in block.named_children() if name in parts]
+    hooks = [branch.register_forward_hook(kept(name)) for name, branch in branches]
     gpt.eval()
     means["logits"].append(float(gpt(x).abs().mean()))
     gpt.train()

@@ -21,6 +21,7 @@ from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.data.loader import build_dataset
+from gptexp.data.tokenizer import document_end
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import pick_device
@@ -69,7 +70,8 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
         torch.set_num_threads(config.world.threads_per_rank)
     starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
     rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
-    gpt = GPT(config.model, chunked_cross_entropy).to(device).eval()
+    end = document_end(config.data, directory)
+    gpt = GPT(config.model, chunked_cross_entropy, document_end=end).to(device).eval()
     for path in checkpoints:
         state = checkpoint.load_state(path)
         checkpoint.refuse_other_size(path, count_parameters(config.model))
