@@ -169,10 +169,9 @@ def _token_in_block(m: ModelConfig, step: StepShape) -> int:
     if m.residual_norm != "pre":
         kept += norms
     if m.qk_norm != "none":
-        heads = (m.n_head, m.kv_heads) if m.qk_norm == "head" else (1, 1)
-        kept += sum(
-            n * _norm_bytes(m, step, size // n, is_stream=False) for n, size in zip(heads, (queries, keys), strict=True)
-        )
+        for heads, size in ((m.n_head, queries), (m.kv_heads, keys)):
+            rows = heads if m.qk_norm == "head" else 1
+            kept += rows * _norm_bytes(m, step, size // rows, is_stream=False)
     return kept + width * numbers
 
 

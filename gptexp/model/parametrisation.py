@@ -56,7 +56,7 @@ def depth_ratio(m: ModelConfig) -> float:
 
 
 def base_head_size(m: ModelConfig) -> float:
-    """The size of the base's heads; for `standard`, and for one that is given as `head_dim`, that of the model's own."""
+    """The size of the base's heads; for `standard`, or if `head_dim` gives it, that of the model's own heads."""
     return m.head_dim or (m.base_n_embd or m.n_embd) / (m.base_n_head or m.n_head)
 
 
@@ -102,7 +102,7 @@ def describe(m: ModelConfig) -> str:
         return m.parametrisation
     sizes = [
         f"width {m.n_embd} = {width_ratio(m):g} × {m.base_n_embd or m.n_embd}",
-        f"head size {m.n_embd // m.n_head} = {m.n_embd / m.n_head / base_head_size(m):g} × {base_head_size(m):g}",
+        f"head size {m.head_size} = {m.head_size / base_head_size(m):g} × {base_head_size(m):g}",
     ]
     if m.parametrisation == "completep":
         sizes.append(f"depth {m.n_layer} = {depth_ratio(m):g} × {m.base_n_layer or m.n_layer}")
