@@ -198,9 +198,9 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "model.vocab_size", "vocabulary-too-small", f"{rule}; {fix}")
 
 
-def wrong_rope_scaling(scaling: dict[str, float]) -> str | None:
+def wrong_rope_scaling(scaling: Any) -> str | None:
     """What is wrong with a value of model.rope_scaling."""
-    if {*scaling} != {*ROPE_SCALING}:
+    if not isinstance(scaling, dict) or {*scaling} != {*ROPE_SCALING}:
         return f"must have the keys {', '.join(ROPE_SCALING)}"
     if not all(isinstance(value, int | float) and 0 < value < math.inf for value in scaling.values()):
         return "each value must be a finite number above 0"

@@ -85,13 +85,13 @@ _TASKS = {
 
 @dataclass
 class ModelConfig:
-    """A decoder-only transformer. The defaults are GPT-2's block; the keys after `tied` are the blocks of today.
+    """A decoder-only transformer. The defaults are GPT-2's block; the keys from `tied` on are the blocks of today.
 
     A model whose block is GPT-2's has GPT-2's names of parameters, every other one those of Llama (`model/llama.py`).
     """
 
     n_layer: int = up_to(MOST_LAYERS, 12)  # number of blocks
-    n_head: int = positive(12)  # number of attention heads
+    n_head: int = positive(12)  # number of attention heads; must divide n_embd, unless head_dim is given
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
     vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's number of ids, rounded up to a
@@ -108,8 +108,8 @@ class ModelConfig:
     position: str = choice("learned", "rope", "none")  # how attention knows positions: an embedding wpe; rotated
     # queries and keys (arXiv 2104.09864); by the causal mask alone (arXiv 2203.16634)
     rope_theta: float = positive(10_000.0)  # rope: its longest wave is about 2 pi rope_theta tokens
-    rope_scaling: dict[str, float] | None = None  # rope: Llama 3.1's factor, low_freq_factor, high_freq_factor and
-    # original_max_position_embeddings, which stretch the long waves (arXiv 2407.21783); null: none
+    rope_scaling: Any = None  # rope: {factor: …, low_freq_factor: …, high_freq_factor: …,
+    # original_max_position_embeddings: …} of Llama 3.1, which stretch the long waves (arXiv 2407.21783); null: none
     head_dim: int | None = positive(None)  # numbers of a head; null: n_embd / n_head
     n_kv_head: int | None = positive(None)  # heads of keys and values, each for n_head / n_kv_head heads of queries;
     # null: n_head; arXiv 2305.13245

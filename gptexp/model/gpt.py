@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import causal_attention
-from gptexp.model.layers import LayerCache, Linear, build_norm, gelu
+from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, widened
 from gptexp.model.llama import LlamaBlock, rotation
 from gptexp.model.loss import plain_cross_entropy, softcapped
 from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
@@ -167,7 +167,7 @@ class GPT(nn.Module):
         h = self.tokens(x)  # (B, T, C)
         if self.cfg.position == "learned":
             h = h + self.get_submodule(self.names.positions)(torch.arange(now.start, now.stop, device=x.device))
-        h = F.dropout(h.float(), self.cfg.dropout, self.training)
+        h = F.dropout(widened(h), self.cfg.dropout, self.training)
         turn = None if self.rotation is None else self.rotation[:, now]
         documents = None if self.document_end is None or cache else (x == self.document_end).cumsum(1)
         layers: Sequence[LayerCache | None] = cache or [None] * len(self.blocks)

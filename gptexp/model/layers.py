@@ -31,6 +31,11 @@ def lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
+def widened(x: Tensor) -> Tensor:
+    """`x` in float32, or in its own type if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` in the type of its input. The weights of a split model may have another type."""
 

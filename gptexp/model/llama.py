@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import causal_attention
-from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, lowered
+from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, lowered, widened
 from gptexp.model.parametrisation import attention_scale, residual_factor
 from gptexp.model.shapes import BLOCK_NORMS
 
@@ -28,7 +28,7 @@ def rotation(cfg: ModelConfig) -> Tensor:
     if cfg.rope_scaling is not None:
         frequencies = stretched(frequencies, **cfg.rope_scaling)
     angles = torch.arange(cfg.block_size, device="cpu")[:, None, None] * frequencies  # (T, 1, D/2)
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    return torch.stack([angles.cos(), angles.sin()]).to(torch.get_default_dtype())
 
 
 def stretched(
@@ -50,7 +50,7 @@ def stretched(
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i + D/2}) of `x` (B, T, H, D) by the angles whose (cos, sin) is `turn` (2, T, 1, D/2)."""
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = widened(x).chunk(2, dim=-1)
     cos, sin = turn
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

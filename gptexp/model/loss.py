@@ -46,7 +46,8 @@ def plain_cross_entropy(
     logarithm of the softmax's denominator, which keeps the logits small (PaLM, arXiv 2204.02311, section 5); the value
     is the loss alone, comparable between runs with and without.
     """
-    logits = softcapped(F.linear(hidden, weight), softcap).float()  # (N, V)
+    logits = softcapped(F.linear(hidden, weight), softcap)  # (N, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
     if not z_loss:
         return loss
