@@ -122,7 +122,7 @@ def test_hydra_completes_overrides(
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("gptexp train --config-dir my model=sm", ["model=small"]),
+        ("gptexp train --config-dir my model=small", ["model=small"]),
         ("gptexp plan model=small -cd my --config-name=mine optim.lr", ["optim.lr="]),
         ("gptexp train -cd=my -cn mine optim.lr=", ["optim.lr=0.25"]),
     ],

@@ -265,9 +265,9 @@ def test_an_index_that_an_earlier_model_has_left_behind_does_not_count(tmp_path:
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
-        ({"model_type": "llama"}, "other-architecture"),
+        ({"model_type": "mistral"}, "other-architecture"),
         ({"activation_function": "relu"}, "other-architecture"),
-        ({"n_inner": 64}, "other-architecture"),
+        ({"n_inner": 0}, "out-of-range"),
         ({"n_embd": "wide"}, "out-of-range"),
         ({"n_head": 5}, "heads-not-divisible"),
     ],

@@ -1,5 +1,7 @@
 """Counts of parameters and FLOPs against the model on the meta device, torch's counter and published figures."""
 
+from typing import Any
+
 import pytest
 import torch
 import yaml
@@ -39,6 +41,18 @@ WITHOUT_BIAS = {
 }
 
 
+# The published number of parameters with the published vocabulary; OLMo's ladder does not count the embedding.
+PUBLISHED = {
+    "llama_124m": (50_304, 123_587_328),  # epfml/llm-baselines: "a 123.59M parameters model"
+    "llama_350m": (32_000, 367_969_280),  # GaLore's log: "Total params: 367.97M"
+    "llama_1b": (128_256, 1_235_814_400),  # meta-llama/Llama-3.2-1B
+    "qwen3_0.6b": (151_936, 596_049_920),  # Qwen/Qwen3-0.6B
+    "smollm2_135m": (49_152, 134_515_008),  # HuggingFaceTB/SmolLM2-135M
+    "olmo2_190m": (100_352, 190_354_176 + 100_352 * 768),  # arXiv 2412.04403, table 1
+    "nanochat_d12": (65_536, 2 * 65_536 * 768 + 12 * 12 * 768**2),  # the formula that gives d20 its 560,988,160
+}
+
+
 def built_parameters(cfg: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(cfg).parameters())
@@ -58,27 +72,60 @@ def test_parameter_counts_are_exact_without_biases(name: str, padded: bool) -> N
     assert built_parameters(cfg) == count_parameters(cfg) == WITHOUT_BIAS[name][padded]
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_models_of_today_have_the_published_parameters(name: str) -> None:
+    vocab_size, published = PUBLISHED[name]
+    cfg = model_config(name, vocab_size=vocab_size)
+    assert built_parameters(cfg) == count_parameters(cfg) == published
+
+
+def test_twenty_layers_of_nanochat_have_the_number_that_it_prints() -> None:
+    cfg = model_config("nanochat_d12", vocab_size=65_536, n_layer=20, n_embd=1280, n_head=10)
+    assert count_parameters(cfg) == 560_988_160
+
+
 def test_every_model_file_is_tested_and_sets_a_learning_rate() -> None:
     names = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
-    assert names == PARAMETERS.keys() | {"bytes", "from_init", "nano", "mini"}
+    assert names == PARAMETERS.keys() | PUBLISHED.keys() | {"bytes", "modern_bytes", "from_init", "nano", "mini"}
     for name in names:
         assert yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["optim"]["lr"] > 0
 
 
-def test_flops_equal_those_of_torchs_counter() -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"tied": False},
+        {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu"},
+        {"norm": "rmsnorm", "position": "rope", "mlp": "geglu", "n_kv_head": 2, "head_dim": 24, "tied": False,
+         "qk_norm": "head", "residual_norm": "pre_post"},
+        {"position": "none", "mlp": "relu2", "mlp_ratio": 3.0, "n_kv_head": 1, "qk_norm": "all"},
+    ],
+)  # fmt: skip
+def test_flops_equal_those_of_torchs_counter(block: dict[str, Any]) -> None:
     """torch's counter over one forward and backward pass counts full attention scores, and 2 FLOPs a multiply-add."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=256, bias=False)
+    cfg = ModelConfig(n_layer=3, n_head=4, n_embd=64, block_size=32, vocab_size=256, bias=False, **block)
     model = GPT(cfg)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, tokens).backward()
     palm, causal = flops.flops_per_token(cfg, 32)
-    # The closed form also counts the weights of the LayerNorms. This is the only difference.
-    norms = 6 * (2 * cfg.n_layer + 1) * cfg.n_embd
+    # The closed form also counts the weights of the norms. This is the only difference.
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert counter.get_total_flops() == (palm - norms) * tokens.numel()
-    assert palm - causal == 6 * cfg.n_layer * cfg.n_embd * 32
+    assert palm - causal == 6 * cfg.n_layer * cfg.n_head * cfg.head_size * 32
+
+
+def test_a_window_is_counted_pair_by_pair() -> None:
+    m = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=50, vocab_size=64, window=7, window_every=3)
+    palm, causal = flops.flops_per_token(m, 50)
+    assert palm == 6 * flops.multiplied_parameters(m) + 12 * 32 * (7 + 7 + 50)
+    seen = sum(sum(1 for key in range(50) if query - 7 < key <= query) for query in range(50)) / 50
+    full = sum(query + 1 for query in range(50)) / 50
+    exact = 12 * 32 * (2 * seen + full)
+    assert causal - 6 * flops.multiplied_parameters(m) == pytest.approx(exact, rel=0.03)  # half of the diagonal
 
 
 def test_flops_per_token_of_gpt2_equal_those_of_nanogpt() -> None:

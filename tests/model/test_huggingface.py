@@ -51,7 +51,7 @@ def test_a_model_of_transformers_computes_the_same_here(prefix: str) -> None:
     saved = {prefix + k.removeprefix("transformer."): v for k, v in theirs.state_dict().items()}
     saved |= {f"{prefix}h.{n}.attn.bias": torch.ones(1, 1, 24, 24) for n in range(2)}
     ours = GPT(read_config_json(theirs.config.to_dict())).eval()
-    weights = from_transformers(saved)
+    weights = from_transformers(saved, ours.cfg)
     ours.load_state_dict({**weights, "lm_head.weight": weights["wte.weight"]})
     assert ours.cfg == ModelConfig(n_layer=2, n_head=4, n_embd=32, block_size=24, vocab_size=90)
     x = torch.randint(90, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def test_a_model_of_transformers_computes_the_same_here(prefix: str) -> None:
 def test_there_and_back_gives_the_same_weights() -> None:
     model = built(bias=True)
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-    back = from_transformers(to_transformers(weights, model.cfg, model.cfg.resolved_vocab_size))
+    back = from_transformers(to_transformers(weights, model.cfg, model.cfg.resolved_vocab_size), model.cfg)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
@@ -69,10 +69,10 @@ def test_there_and_back_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"activation_function": "relu"}, "activation_function=relu: gptexp's GPT-2 has gelu_new"),
-        ({"model_type": "llama"}, "model_type=llama: gptexp's GPT-2 has gpt2"),
+        ({"activation_function": "relu"}, "activation_function=relu: gptexp's GPT2LMHeadModel has gelu_new"),
+        ({"model_type": "mistral"}, "model_type=mistral: gptexp has gpt2, llama, qwen3 and olmo2"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"n_inner": 64}, r"n_inner=64: gptexp's GPT-2 has 4·n_embd = 128"),
+        ({"n_inner": 0}, "n_mlp=0: must be a whole number above 0"),
         ({"n_layer": 0}, "n_layer=0: must be a whole number above 0"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number above 0"),
     ],
@@ -106,4 +106,4 @@ def test_the_defaults_of_transformers_are_gpt2s() -> None:
     ],
 )
 def test_the_names_of_wrappers_are_left_out(name: str) -> None:
-    assert from_nanogpt({name: torch.ones(1)}).keys() == {"h.0.ln_1.weight"}
+    assert from_nanogpt({name: torch.ones(1)}, ModelConfig()).keys() == {"h.0.ln_1.weight"}

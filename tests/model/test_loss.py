@@ -114,9 +114,9 @@ def test_the_compiled_graph_contains_the_loss_as_one_operation() -> None:
     assert (h.grad - grad_h).norm() / grad_h.norm() < 1e-5
     assert (w.grad - grad_w).norm() / grad_w.norm() < 1e-5
     for needs_grad in (True, False):
-        args = (h.detach(), w.detach(), y, needs_grad, False)
+        args = (h.detach(), w.detach(), y, None, 0.0, needs_grad, False)
         torch.library.opcheck(_chunked, args, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(_chunked, (h, w, y, True, False), test_utils="test_autograd_registration")
+    torch.library.opcheck(_chunked, (h, w, y, None, 0.0, True, False), test_utils="test_autograd_registration")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,7 +133,7 @@ def test_the_chunk_function_of_a_gpu_has_the_right_value_and_gradients(
     h, w = h.detach(), w.detach()
     into = (torch.empty_like(h), torch.zeros_like(w, dtype=torch.float32))
     with torch.no_grad():
-        loss = chunk(h, w, y[:, None], torch.full((512, 1), 1 / 512), into, _gpu_passes(in_compiler))
+        loss = chunk(h, w, y[:, None], torch.full((512, 1), 1 / 512), None, 0.0, into, _gpu_passes(in_compiler))
     error = 1e-5 if dtype == torch.float32 else 0.02
     assert loss.item() == pytest.approx(value.item(), rel=error)
     for found, expected in zip(into, (grad_h, grad_w), strict=True):

@@ -1,6 +1,7 @@
 """The memory estimate against the tensors that a step allocates, and against the growth of a real process."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ from gptexp.config.schema import Config, ModelConfig, memory_key
 from gptexp.model.gpt import GPT
 from gptexp.model.memory import StepShape, memory_estimate
 from gptexp.model.optimizer_state import state_bytes
-from gptexp.model.shapes import parameter_shapes
+from gptexp.model.shapes import every_parameter, parameter_shapes
 from gptexp.optim import OPTIMIZERS, AdamWConfig
 
 WIDE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64, vocab_size=4096)  # the head needs most memory
@@ -61,6 +62,39 @@ def test_the_estimate_counts_every_tensor(
     assert memory_estimate(m, AdamWConfig(), step).tensors == pytest.approx(peak_bytes(m, step), rel=0.08)
 
 
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "untied": {**LLAMA, "tied": False},
+    "qwen3": {**LLAMA, "n_kv_head": 1, "qk_norm": "head", "head_dim": 64},
+    "olmo2": {**LLAMA, "qk_norm": "all", "residual_norm": "post", "tied": False},
+    "gemma2": {**LLAMA, "mlp": "geglu", "residual_norm": "pre_post", "window": 16, "logit_softcap": 15.0},
+    "nanochat": {**LLAMA, "norm_weight": False, "mlp": "relu2", "qk_norm": "head", "logit_softcap": 15.0},
+    "layer norms": {"position": "rope"},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("m", "batch"),
+    [
+        (DEEP, 6),
+        pytest.param(WIDE, 10, marks=pytest.mark.e2e),
+        pytest.param(DEEP, 48, marks=pytest.mark.e2e),
+        pytest.param(LARGE, 1, marks=pytest.mark.e2e),
+    ],
+)
+def test_the_estimate_counts_every_tensor_of_other_blocks(m: ModelConfig, batch: int, name: str) -> None:
+    m = replace(m, **BLOCKS[name])
+    for micro_steps, dtype, loss, every in (
+        (1, "float32", "plain", 0), (2, "bfloat16", "chunked", 0), (1, "float32", "chunked", 1),
+        (2, "bfloat16", "plain", 1),
+    ):  # fmt: skip
+        step = cpu_step(m, batch, micro_steps, dtype=dtype, loss=loss, activation_checkpointing=every)
+        estimate = memory_estimate(m, AdamWConfig(), step).tensors
+        assert estimate == pytest.approx(peak_bytes(m, step), rel=0.08), (dtype, loss, every)
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "micro_steps", "gib"),
     [("gpt2", 16, 2, 8.913), ("gpt2", 32, 1, 15.1), ("gpt2", 64, 1, 28.5), ("gpt2_medium", 16, 1, 19.9)],
@@ -102,6 +136,14 @@ def test_the_shapes_of_all_parameters_are_those_of_the_model(bias: bool) -> None
     counted = [(name, shape) for name, shape, _ in parameter_shapes(m)]
     assert counted == [(name, shape) for name, shape in found if not name.startswith("h.1.")]
     assert [count for name, _, count in parameter_shapes(m) if name.startswith("h.0.")] == [2] * (12 if bias else 6)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_shapes_of_all_parameters_of_other_blocks_are_those_of_the_model(name: str) -> None:
+    m = replace(DEEP, **BLOCKS[name])
+    built = {name: tuple(p.shape) for name, p in GPT(m).named_parameters()}
+    assert dict(every_parameter(m)) == built
+    assert [name for name, _, _ in parameter_shapes(m)] == [name for name in built if not re.search(r"\.[1-9]\.", name)]
 
 
 def test_runs_share_a_micro_batch_only_if_their_optimizers_keep_as_much() -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,9 +51,10 @@ LOGS = "recompiles,+torch._inductor.codecache"
 def test_a_model_has_the_loss_and_the_checkpointing_of_its_config(name: str, loss: object) -> None:
     cfg = Config()
     cfg.model.n_layer, cfg.model.n_embd, cfg.train.activation_checkpointing = 1, 24, True
-    cfg.train.loss = name
+    cfg.train.loss, cfg.train.z_loss = name, 0.25
     gpt = build_gpt(cfg, resolve(cfg, CPU, Rank()), CPU)
-    assert (gpt.loss, gpt.activation_checkpointing) == (loss, True)
+    assert isinstance(gpt.loss, partial)
+    assert (gpt.loss.func, gpt.loss.keywords, gpt.activation_checkpointing) == (loss, {"z_loss": 0.25}, True)
 
 
 def test_the_initial_weights_are_a_function_of_the_seed() -> None:

@@ -83,7 +83,7 @@ def test_the_sizes_are_those_of_the_outputs_of_the_layers() -> None:
     with torch.no_grad():
         h = gpt.wte(x) + gpt.wpe(torch.arange(8))
         for block in gpt.h:
-            a = block.attn(block.ln_1(h))
+            a = block.attn(block.ln_1(h), None, None)
             m = block.mlp(block.ln_2(h + a))
             h = h + a + m
             expected["attention"].append(float(a.abs().mean()))
