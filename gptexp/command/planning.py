@@ -29,7 +29,7 @@ from gptexp.model.allreduce import Alone
 from gptexp.model.flops import flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.model.memory import Memory
-from gptexp.model.shapes import count_parameters
+from gptexp.model.shapes import count_parameters, in_words
 from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.fields import AUTO
@@ -137,6 +137,7 @@ class Plan:
         choices = [(name, text) for name, text in self.effective.described() if self.gpu is None or name != "threads"]
         return [
             ("parameters", f"{count_parameters(self.sized.model):,}"),
+            ("block", in_words(self.sized.model)),
             ("memory", self._memory_in_words()),
             ("by sharding", f"{', '.join(shardings)} on each rank (world.sharding)" if shardings else ""),
             ("data", f"{self.epoch_tokens:,} training tokens per epoch" if self.epoch_tokens else ""),

@@ -140,7 +140,7 @@ def _mlp(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
     if (act := content.get("hidden_act", "silu")) not in kinds:
         _refuse("hidden_act", act, f"gptexp has {listed(list(_ACTIVATIONS.values()))}")
     if (bias := content.get("mlp_bias", False)) != values["bias"]:
-        _refuse("mlp_bias", bias, f"gptexp has biases in all layers of a block or in none, and {values['bias']=}")
+        _refuse("mlp_bias", bias, "gptexp has biases in all layers of a block or in none, and attention_bias differs")
     return {"mlp": kinds[act]}
 
 
@@ -204,7 +204,7 @@ def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> di
         "attention_dropout": model.dropout,
         "pad_token_id": None,
         "rope_theta": model.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **model.rope_scaling} if model.rope_scaling else None,
+        "rope_scaling": {"rope_type": "llama3", **_whole(model.rope_scaling)} if model.rope_scaling else None,
     }
     if name == "llama":
         content["mlp_bias"] = model.bias
@@ -215,6 +215,11 @@ def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> di
         ]
         content |= {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
     return content
+
+
+def _whole(scaling: Mapping[str, float]) -> dict[str, float]:
+    """`scaling` with its number of tokens as an integer, which transformers wants."""
+    return {key: int(value) if key.startswith("original") else value for key, value in scaling.items()}
 
 
 def generation_config_json(end_of_text: int | None) -> dict[str, Any]:

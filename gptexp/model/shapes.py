@@ -34,6 +34,7 @@ BLOCK_NORMS = {
     ),
 }  # fmt: skip
 
+_MLPS = {"gelu": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU", "geglu": "GEGLU"}
 _OUTPUT = re.compile(r"(c_proj|o_proj|down_proj)\.weight")
 
 
@@ -91,6 +92,29 @@ def count_parameters(m: ModelConfig) -> int:
 def block_parameters(m: ModelConfig) -> int:
     """Number of the parameters of one block."""
     return sum(math.prod(shape) for name, shape, _ in parameter_shapes(m) if in_block(name))
+
+
+def in_words(m: ModelConfig) -> str:
+    """How the model differs from GPT-2: `RoPE, RMSNorm, SwiGLU of 2,048, …`; empty for GPT-2."""
+    if m.is_gpt2:
+        parts = [f"MLP of {m.mlp_size:,}" if m.mlp_size != 4 * m.n_embd else ""]
+    else:
+        theta = f" (theta {m.rope_theta:,.15g}{', scaled' if m.rope_scaling else ''})"
+        every = m.window_every
+        parts = [
+            {"rope": f"RoPE{theta}", "learned": "learned positions", "none": "no positions"}[m.position],
+            {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[m.norm] + ("" if m.norm_weight else " without weights"),
+            {"pre": "", "post": "after the branches", "pre_post": "before and after the branches"}[m.residual_norm],
+            {"none": "", "head": "norm of each query and key", "all": "norm of queries and keys"}[m.qk_norm],
+            f"{_MLPS[m.mlp]} of {m.mlp_size:,}",
+            f"{m.kv_heads} of keys" if m.kv_heads != m.n_head else "",
+            f"heads of {m.head_size}" if m.head_size * m.n_head != m.n_embd else "",
+            f"window of {m.window:,}" if m.window is not None else "",
+            f"but none in block {every}, {2 * every}, …" if every is not None else "",
+        ]
+    parts.append("" if m.tied else "untied head")
+    parts.append(f"logits below {m.logit_softcap:g}" if m.logit_softcap is not None else "")
+    return ", ".join(part for part in parts if part)
 
 
 def _norm(m: ModelConfig) -> tuple[str, ...]:

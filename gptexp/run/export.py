@@ -19,7 +19,13 @@ from safetensors.torch import save_file
 from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, DataConfig
-from gptexp.config.transformers_json import CONFIG_JSON, GENERATION_CONFIG_JSON, config_json, generation_config_json
+from gptexp.config.transformers_json import (
+    CONFIG_JSON,
+    GENERATION_CONFIG_JSON,
+    config_json,
+    family_of,
+    generation_config_json,
+)
 from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_file import FileTokenizer
@@ -28,7 +34,7 @@ from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import to_transformers
 from gptexp.model.loss import perplexity
 from gptexp.model.parametrisation import describe
-from gptexp.model.shapes import count_parameters
+from gptexp.model.shapes import count_parameters, in_words
 from gptexp.process.errors import DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration
@@ -40,6 +46,7 @@ from gptexp.run.load import LoadedRun, load_checkpointed
 from gptexp.storage import run_dir
 from gptexp.training.optimizer import describe_optimizer
 
+_ARCHITECTURES = {"gpt2": "GPT-2", "llama": "Llama", "qwen3": "Qwen 3", "olmo2": "OLMo 2"}
 CURVE, WEIGHTS = "loss.png", "model.safetensors"
 _FOLDERS = re.compile(r"(?<![\w.*~-])/([^/,\]}:]*/)*")  # the folders of an absolute path in an argument
 TASK = {"type": "text-generation", "name": "Text generation"}
@@ -53,6 +60,7 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False, step: 
     for the newest. Raises `ConfigError`, `CheckpointError` or `StorageError`.
     """
     loaded = load_checkpointed(directory, averaged, step)
+    family_of(loaded.config.model)  # raises for a block that transformers lacks, before anything is drawn
     tokenizer = load_tokenizer(loaded.config.data.tokenizer, directory)
     with Drawing(at_once=1) as drawing:
         report = build_report(directory)
@@ -113,8 +121,8 @@ def model_card(name: str, loaded: LoadedRun, run: Run, tokenizer: Tokenizer, cur
     head = yaml.safe_dump(_head(name, config, metrics), sort_keys=False, allow_unicode=True)
     sections = [
         f"---\n{head}# license: to be filled in\n---\n\n# {name}",
-        f"A language model of GPT-2's architecture with {parameters:,} parameters, trained with gptexp. Its licence is "
-        "to be filled in.",
+        f"A language model of {_ARCHITECTURES[family_of(config.model)]}'s architecture with {parameters:,} parameters, "
+        "trained with gptexp. Its licence is to be filled in.",
         "## Use",
         _use(name, tokenizer, config.model.block_size),
         *_notes(config, tokenizer),
@@ -133,7 +141,7 @@ def _head(name: str, config: Config, metrics: list[tuple[str, str, float]]) -> d
     head: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["gpt2", "gptexp"],
+        "tags": [family_of(config.model), "gptexp"],
     }
     data = config.data
     if data.name == "hf" and isinstance(data.path, str):
@@ -179,6 +187,7 @@ print(tokenizer.decode(text[0]))
 
 
 def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    family = family_of(config.model)
     notes = [f"The model sees at most {counted(config.model.block_size, 'token')}, the new ones included."]
     if isinstance(tokenizer, CharTokenizer):
         notes.append(
@@ -198,9 +207,9 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
     if config.model.parametrisation != "standard":
         notes.append(
             f"It was trained in the parametrisation {config.model.parametrisation}; the factors of that are multiplied "
-            "into these weights, so that this is a usual GPT-2."
+            f"into these weights, so that this is a usual {_ARCHITECTURES[family]}."
         )
-    if not config.model.bias:
+    if not config.model.bias and family == "gpt2":
         notes.append("The model has no biases; those in the file are zero, because transformers' GPT-2 has some.")
     yield " ".join(notes)
 
@@ -222,6 +231,8 @@ def _training(loaded: LoadedRun, run: Run) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if loaded.averaged:
         rows.append(("weights", f"moving average with a half-life of {config.train.ema_half_life_tokens:,} tokens"))
+    if block := in_words(m):
+        rows.insert(1, ("block", block))
     if m.parametrisation != "standard":
         rows.insert(1, ("parametrisation", describe(m)))
     if config.init_from is not None:

@@ -14,7 +14,7 @@ from gptexp.data.loader import Dataset
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation
 from gptexp.model.parametrisation import describe
-from gptexp.model.shapes import count_parameters
+from gptexp.model.shapes import count_parameters, in_words
 from gptexp.process.errors import CheckpointError, ConfigError, StorageError
 from gptexp.process.terminal import as_command, warn
 from gptexp.process.versions import git_commit, versions
@@ -39,6 +39,7 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     before = [
         ("run directory", str(directory)),
         ("model", model),
+        ("block", in_words(m)),
         ("parametrisation", describe(m) if m.parametrisation != "standard" else ""),
         ("optimizer", describe_optimizer(t.optim)),
         ("scaling", ", ".join(scaled)),

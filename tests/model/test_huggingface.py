@@ -1,5 +1,8 @@
-"""Weights and configs of transformers' GPT-2, in both directions, against transformers itself."""
+"""Weights and configs of transformers' models, in both directions, against transformers itself."""
 
+import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +10,9 @@ import torch
 
 from gptexp.config.schema import ModelConfig
 from gptexp.config.transformers_json import config_json, read_config_json
+from gptexp.model.generate import Sampling, generate
 from gptexp.model.gpt import GPT
-from gptexp.model.huggingface import from_nanogpt, from_transformers, to_transformers
+from gptexp.model.huggingface import HEAD, from_nanogpt, from_transformers, to_transformers
 from gptexp.process.errors import ConfigError
 
 N_VOCAB = 90  # the rest of the 128 rows is padding
@@ -107,3 +111,118 @@ def test_the_defaults_of_transformers_are_gpt2s() -> None:
 )
 def test_the_names_of_wrappers_are_left_out(name: str) -> None:
     assert from_nanogpt({name: torch.ones(1)}, ModelConfig()).keys() == {"h.0.ln_1.weight"}
+
+
+def any_model(family: str, seed: int) -> ModelConfig:
+    """A model of `family`, with any values of the keys that the family leaves open."""
+    draw = random.Random(f"{family} {seed}")
+    n_head = draw.choice([2, 3, 4, 6])
+    values: dict[str, Any] = {
+        "n_layer": draw.choice([1, 2, 4]), "n_head": n_head, "n_embd": n_head * draw.choice([4, 8]), "block_size": 40,
+        "vocab_size": 128, "norm": "rmsnorm", "position": "rope", "mlp": draw.choice(["swiglu", "geglu"]),
+        "rope_theta": draw.choice([100.0, 1e4, 5e5]), "bias": family == "llama" and draw.random() < 0.5,
+        "n_kv_head": draw.choice([n for n in range(1, n_head + 1) if n_head % n == 0]),
+        "head_dim": draw.choice([None, 8, 16]), "n_mlp": draw.choice([None, 40]), "tied": draw.random() < 0.5,
+        "norm_eps": draw.choice([1e-6, 1e-5]), "norm_weight": draw.random() < 0.7,
+        "rope_scaling": draw.choice([None, WAVES]),
+    }  # fmt: skip
+    values |= {"qwen3": {"qk_norm": "head"}, "olmo2": {"qk_norm": "all", "residual_norm": "post"}}.get(family, {})
+    if family == "qwen3" and draw.random() < 0.5:
+        values |= {"window": 7, "window_every": draw.choice([None, 2])}
+    if draw.random() < 0.4:
+        values |= {"parametrisation": draw.choice(["mup", "completep"]), "base_n_embd": 8, "base_n_head": 1}
+    return ModelConfig(**values)
+
+
+WAVES = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 23), marks=pytest.mark.e2e)])
+def test_models_of_a_family_compute_the_same_in_both_directions(family: str, seeds: range) -> None:
+    """Logits, and the most likely tokens one by one, with a cache here and there."""
+    import transformers
+
+    for seed in seeds:
+        cfg = any_model(family, seed)
+        torch.manual_seed(seed)
+        ours = GPT(cfg).eval()
+        with torch.no_grad():
+            for p in ours.parameters():
+                p.normal_(std=0.3)
+        content = config_json(cfg, N_VOCAB, end_of_text=None)
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**content)).eval()
+        assert [type(theirs).__name__] == content["architectures"]
+        found = theirs.load_state_dict(to_transformers(ours.state_dict(), cfg, N_VOCAB), strict=False)
+        assert (found.missing_keys, found.unexpected_keys) == ([HEAD] if cfg.tied else [], [])
+        x = torch.randint(N_VOCAB, (2, 40), generator=torch.Generator().manual_seed(seed))
+        expected = theirs(x).logits
+        torch.testing.assert_close(ours(x)[..., :N_VOCAB], expected, rtol=1e-4, atol=1e-4)
+
+        back = GPT(read_config_json(theirs.config.to_dict())).eval()
+        weights = from_transformers(theirs.state_dict(), back.cfg)
+        tied = {HEAD: weights["embed_tokens.weight"]} if cfg.tied else {}
+        back.load_state_dict({**weights, **tied})
+        torch.testing.assert_close(back(x), expected, rtol=1e-4, atol=1e-4)
+        kept = ["parametrisation", "base_n_embd", "base_n_head", "norm_weight", "vocab_size"]
+        kept += (
+            ["window_every"] if cfg.window_every and cfg.window_every > cfg.n_layer else []
+        )  # no block has its number
+        reset = {key: getattr(cfg, key) for key in kept}
+        assert replace(back.cfg.spelled_out(), **reset) == cfg.spelled_out()
+
+        prompt = x[:1, :9]
+        of_all = torch.ones_like(prompt)  # without this mask, id 0 would be padding
+        out = theirs.generate(prompt, attention_mask=of_all, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        added = out[0, 9:].tolist()
+        columns = generate(back, prompt[0].tolist(), N_VOCAB, None, 1, Sampling(20, temperature=0.0))
+        assert [column[0] for column in columns] == added
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"mlp": "relu2"}, "model.mlp=relu2"),
+        ({"norm": "layernorm"}, "model.norm=layernorm"),
+        ({"position": "learned"}, "model.position=learned"),
+        ({"logit_softcap": 30.0}, "model.logit_softcap=30"),
+        ({"window": 8}, "model.window=8"),
+        ({"residual_norm": "pre_post"}, "model.residual_norm=pre_post"),
+        ({"qk_norm": "all"}, "model.qk_norm=all"),
+        ({"qk_norm": "head", "bias": True}, "model.bias=true"),
+        ({"n_head": 3, "head_dim": 8}, "model.n_head=3"),
+    ],
+)
+def test_a_block_that_transformers_lacks_is_refused_with_the_key(change: dict[str, Any], key: str) -> None:
+    llama = ModelConfig(n_head=4, n_embd=32, bias=False, norm="rmsnorm", position="rope", mlp="swiglu")
+    with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+        config_json(replace(llama, **change), 90, None)
+    assert caught.value.code == "not-exportable"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act=relu"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type=yarn"),
+        ({"num_key_value_heads": 3}, "n_head=4"),
+        ({"rms_norm_eps": "small"}, "norm_eps=small"),
+        ({"tie_word_embeddings": "no"}, "tied=no"),
+        ({"rope_theta": -1}, "rope_theta=-1"),
+    ],
+)
+def test_a_llama_that_gptexp_lacks_is_refused_with_the_key(change: dict[str, Any], key: str) -> None:
+    llama = ModelConfig(n_head=4, n_embd=32, bias=False, norm="rmsnorm", position="rope", mlp="swiglu")
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        read_config_json({**config_json(llama, 90, None), **change})
+
+
+def test_the_defaults_of_transformers_are_read_where_a_file_leaves_them_out() -> None:
+    import transformers
+
+    for family in ("llama", "qwen3", "olmo2"):
+        full = transformers.AutoConfig.for_model(family).to_dict()
+        assert read_config_json({"model_type": family}).spelled_out() == read_config_json(full).spelled_out()
