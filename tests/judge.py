@@ -16,7 +16,7 @@ def judge(directory: str, text: str, new_tokens: int = 12) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer(text, return_tensors="pt")
-    first = torch.arange(model.config.n_positions)[None] % model.config.vocab_size
+    first = torch.arange(model.config.max_position_embeddings)[None] % model.config.vocab_size
     with torch.no_grad():
         logits = model(first).logits[0]
         added = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)[0, ids["input_ids"].shape[1] :]

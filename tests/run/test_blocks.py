@@ -1,0 +1,192 @@
+"""Whole runs of models with today's blocks: resumed, split, exported, sampled, and begun from others' weights."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import BYTES, e2e_then_slow, events, processes_of, wait_for
+from judge import judge
+from real_runs import begun, equal, newest, train_here
+from test_export import compare
+
+import gptexp as package
+from gptexp.config.compose import compose
+from gptexp.data.characters import ByteTokenizer
+from gptexp.data.tokenizer_json import transformers_files
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+LLAMA = ["model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.bias=false", "model.n_layer=2"]
+# The blocks of the model files, in small.
+BLOCKS = {
+    "llama": LLAMA,  # llama_124m, llama_350m
+    "grouped": [*LLAMA, "model.n_kv_head=1", "model.rope_theta=5e5"],  # llama_1b, smollm2_135m
+    "qwen3": [*LLAMA, "model.n_kv_head=1", "model.head_dim=12", "model.qk_norm=head"],
+    "olmo2": [*LLAMA, "model.qk_norm=all", "model.residual_norm=post", "model.tied=false"],
+    "nanochat": [*LLAMA, "model.norm_weight=false", "model.qk_norm=head", "model.mlp=relu2", "model.tied=false",
+                 "model.logit_softcap=15"],
+    "all else": [*LLAMA, "model.norm=layernorm", "model.mlp=geglu", "model.residual_norm=pre_post", "model.window=5",
+                 "model.window_every=2", "model.dropout=0.1", "data.document_mask=true", "train.z_loss=1e-3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("qwen3", "all else") else pytest.param(name, marks=pytest.mark.e2e) for name in BLOCKS]
+)
+def test_a_resumed_run_ends_with_the_same_bits(tiny: list[str], tmp_path: Path, name: str) -> None:
+    argv = [*tiny, *BYTES, *BLOCKS[name], "train.save_every=2"]
+    run_dir.save_config(tmp_path / "run", compose(argv))
+    assert train_here(argv, tmp_path / "run") == 0
+    half = shutil.copytree(tmp_path / "run", tmp_path / "half")
+    shutil.rmtree(newest(half))
+    (half / "summary.json").unlink()
+    assert newest(half).name == "step-00000002"
+    assert train_here(argv, half) == 0
+    assert equal(tmp_path / "run", half)
+
+
+@pytest.mark.parametrize("name", e2e_then_slow(["qwen3", "all else", "nanochat"], e2e=2))
+def test_a_killed_run_on_two_ranks_ends_with_the_same_bits(
+    gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    argv = [*tiny, *BYTES, *BLOCKS[name], "world=ddp2", "train.max_steps=40", "train.save_every=10"]
+    assert gptexp("train", *argv, "hydra.run.dir=whole").returncode == 0
+    process = start("train", *argv, "hydra.run.dir=cut")
+    wait_for(begun(tmp_path / "cut", 12), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while processes_of(tmp_path / "cut"):  # the ranks notice that their parent is gone
+        time.sleep(0.02)
+    done = gptexp("resume", "cut")
+    assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("name", e2e_then_slow(["qwen3", "all else", "olmo2"], e2e=2))
+def test_a_split_model_trains_and_samples_as_a_whole_one(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    argv = [
+        *tiny,
+        *BYTES,
+        *BLOCKS[name],
+        "world=ddp2",
+        "train.max_steps=8",
+        "model.dropout=0",
+        "log.sample_tokens=12",
+        "log.progress=lines",
+    ]
+    losses, said = [], []
+    for sharding in ("none", "full"):
+        done = gptexp("train", *argv, f"world.sharding={sharding}", f"hydra.run.dir={sharding}", timeout=500)
+        assert done.returncode == 0, done.stderr
+        losses.append([event["train/loss"] for event in events(tmp_path / sharding, "step")])
+        said.append(done.stdout.split("--- a sample")[-1].split("---")[0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert said[0] == said[1]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["llama", "qwen3", "all else"])
+def test_a_step_does_not_depend_on_micro_batch_and_ranks(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    argv = [*tiny, *BYTES, *BLOCKS[name], "model.dropout=0", "train.max_steps=4"]
+    found = []
+    for number, more in enumerate((["batch.micro_batch_size=8"], ["batch.micro_batch_size=1"], ["world=ddp2"])):
+        done = gptexp("train", *argv, *more, f"hydra.run.dir=run-{number}")
+        assert done.returncode == 0, done.stderr
+        found.append([event["train/loss"] for event in events(tmp_path / f"run-{number}", "step")])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2"])
+def test_transformers_computes_what_an_exported_run_computes(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    more = ["model.parametrisation=mup", "model.base_n_embd=8", "model.base_n_head=2"]
+    argv = [*tiny, "data.tokenizer=bytes", *BLOCKS[name], *more, "optim.lr=3e-2", "hydra.run.dir=run"]
+    assert gptexp("train", *argv).returncode == 0
+    done = gptexp("export", "run", "out")
+    assert done.returncode == 0, done.stderr
+    compare(judge(str(tmp_path / "out"), "A", new_tokens=8), tmp_path / "run", "A")
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| block | RoPE" in card
+    assert f"tags:\n- {'llama' if name == 'llama' else name}\n" in card
+
+
+@pytest.mark.e2e
+def test_a_block_that_transformers_lacks_is_not_exported(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    assert gptexp("train", *tiny, *BYTES, *BLOCKS["nanochat"], "hydra.run.dir=run").returncode == 0
+    done = gptexp("export", "run", "out")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gptexp: config error: model.mlp=relu2: ")
+    assert done.stderr.endswith("[not-exportable]\n")
+    assert not (tmp_path / "out").exists()
+
+
+def theirs(family: str, **more: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32, "vocab_size": 257,
+        "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **sizes, **more)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_trains_on_here(
+    gptexp: Gptexp, corpus: Path, tiny: list[str], tmp_path: Path, family: str, tied: bool
+) -> None:
+    """In several files and in bfloat16. Its first loss is transformers' own, and 50 steps lower it."""
+    model = theirs(family, tie_word_embeddings=tied).bfloat16()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    for name, content in transformers_files(ByteTokenizer(), 32).items():
+        (tmp_path / "theirs" / name).write_text(content)
+    kept = [text for text in tiny if not text.startswith(("model", "train.max_steps", "optim"))]
+    argv = ["model=from_init", "init_from=theirs", "data.tokenizer=bytes", "train.max_steps=50", "optim.lr=3e-3"]
+    done = gptexp("train", *kept, *argv, "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    losses = [event["train/loss"] for event in events(tmp_path / "run", "step")]
+    config = run_dir.load_config(tmp_path / "run")
+    from gptexp.data.loader import build_dataset
+
+    dataset = build_dataset(run_dir.load_resolved(tmp_path / "run"))
+    rows = torch.from_numpy(dataset.rows(dataset.train, dataset.order.train_starts(range(4), 32)).astype("int64"))
+    with torch.no_grad():
+        logits = model.float()(rows[:, :-1]).logits
+    first = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert config.seq_len == 32
+    assert losses[0] == pytest.approx(first, rel=1e-5)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_run_says_what_its_block_is(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*tiny, *BYTES, *BLOCKS["all else"], "train.max_steps=1", "log.progress=lines"]
+    run_dir.save_config(tmp_path / "run", compose(argv))
+    assert train_here(argv, tmp_path / "run") == 0
+    assert (
+        "block           RoPE (theta 10,000), LayerNorm, before and after the branches, GEGLU of 64, window of 5, "
+        "but none in block 2, 4, …\n"
+    ) in capsys.readouterr().out
+    model, _, _ = package.load_run(tmp_path / "run")
+    assert model.document_end == 256
+    assert json.loads((tmp_path / "run/effective.json").read_text())["vocab_size"]
