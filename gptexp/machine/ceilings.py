@@ -14,7 +14,8 @@ from torch import Tensor
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.device import is_out_of_memory
-from gptexp.model.attention import KERNELS, attention_kernel, causal_attention
+from gptexp.model.attention import causal_attention
+from gptexp.model.kernels import KERNELS, attention_kernel
 from gptexp.model.shapes import linear_layers
 
 MEASURE_S = 0.3  # minimum duration of one measurement in seconds

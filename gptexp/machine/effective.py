@@ -17,7 +17,7 @@ import torch
 
 from gptexp.config.schema import fits_type
 from gptexp.machine.cpu import keep_freed_memory
-from gptexp.model.attention import attention_kernel
+from gptexp.model.kernels import attention_kernel
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import run_dir

@@ -23,8 +23,8 @@ from gptexp.machine.device import (
     resolve_fused,
 )
 from gptexp.machine.effective import ASKED, Choice, Effective
-from gptexp.model.attention import KERNELS
 from gptexp.model.flops import flops_per_token
+from gptexp.model.kernels import KERNELS
 from gptexp.model.memory import Memory, StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import AUTO

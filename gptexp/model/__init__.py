@@ -1,1 +1,1 @@
-"""GPT-2, its loss, text generation, and closed forms of its parameters, FLOPs and memory."""
+"""GPT-2 and the blocks of today, their loss, text generation, and closed forms of its parameters, FLOPs and memory."""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptexp.data.tokenizer import Tokenizer, document_start
+from gptexp.model.attention import LayerCache
 from gptexp.model.gpt import GPT
-from gptexp.model.layers import LayerCache
 from gptexp.process.errors import UserError
 
 

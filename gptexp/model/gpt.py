@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import causal_attention
-from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, widened
+from gptexp.model.attention import Context, LayerCache, attend
+from gptexp.model.layers import Linear, build_norm, gelu, widened
 from gptexp.model.llama import LlamaBlock, rotation
 from gptexp.model.loss import plain_cross_entropy, softcapped
 from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
@@ -32,16 +32,11 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(cfg.n_embd, 3 * cfg.n_embd, bias=cfg.bias)
         self.c_proj = Linear(cfg.n_embd, cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, x: Tensor, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.c_attn(x).split(c, dim=2)  # 3 × (B, T, C)
         q, k, v = (z.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for z in (q, k, v))  # (B, H, T, D)
-        if cache is None:
-            p = self.dropout if self.training else 0.0
-            y = causal_attention(q, k, v, self.scale, p, documents=documents)
-        else:
-            y = cache.attend(q, k, v, self.scale)
-        y = y.transpose(1, 2).reshape(b, t, c)  # (B, T, C)
+        y = attend(q, k, v, context, self.scale, self.dropout if self.training else 0.0)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
 
@@ -66,11 +61,9 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.residual_factor = residual_factor(cfg)
 
-    def forward(
-        self, x: Tensor, _turn: None = None, documents: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         # x + y is the same operation with alpha=1.
-        x = torch.add(x, self.attn(self.ln_1(x), documents, cache), alpha=self.residual_factor)
+        x = torch.add(x, self.attn(self.ln_1(x), context), alpha=self.residual_factor)
         return torch.add(x, self.mlp(self.ln_2(x)), alpha=self.residual_factor)
 
 
@@ -170,14 +163,14 @@ class GPT(nn.Module):
         h = F.dropout(widened(h), self.cfg.dropout, self.training)
         turn = None if self.rotation is None else self.rotation[:, now]
         documents = None if self.document_end is None or cache else (x == self.document_end).cumsum(1)
-        layers: Sequence[LayerCache | None] = cache or [None] * len(self.blocks)
-        for number, (block, layer) in enumerate(zip(self.blocks, layers, strict=True)):
+        for number, block in enumerate(self.blocks):
+            context = Context(turn, documents, cache[number] if cache else None)
             every = self.activation_checkpointing
             if every and number % every == 0 and torch.is_grad_enabled():
                 draws = self.cfg.dropout > 0
-                h = checkpoint(block, h, turn, documents, use_reentrant=False, preserve_rng_state=draws)
+                h = checkpoint(block, h, context, use_reentrant=False, preserve_rng_state=draws)
             else:
-                h = block(h, turn, documents, layer)
+                h = block(h, context)
         out: Tensor = self.get_submodule(self.names.norm)(h)
         return out if self.output_factor == 1 else out * self.output_factor
 

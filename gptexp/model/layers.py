@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import causal_attention
 
 
 class Linear(nn.Linear):
@@ -64,47 +63,3 @@ def build_norm(cfg: ModelConfig, size: int) -> nn.Module:
     if cfg.norm == "rmsnorm":
         return RMSNorm(size, cfg.norm_eps, elementwise_affine=cfg.norm_weight)
     return LayerNorm(size, cfg.norm_eps, elementwise_affine=cfg.norm_weight, bias=cfg.bias)
-
-
-class LayerCache:
-    """Keys and values of all tokens so far in one attention layer, for generation.
-
-    It has room for `capacity` tokens of each of `rows` texts. The first tokens, the prompt, come at once and may be one
-    text that all rows share; each later call adds one token a row.
-
-    On a CPU they are kept in float32: torch's attention of one query with 256 keys takes 0.03 ms, and 0.25 in bfloat16;
-    with 1,000 keys 0.13 and 1.1. So a token after 1,000 others takes four texts 39 ms and not 75, one text 24 and not
-    32 (GPT-2 124M with weights in bfloat16, one core of an AMD EPYC, torch 2.13).
-    """
-
-    def __init__(self, rows: int, capacity: int) -> None:
-        self.rows, self.capacity, self.length = rows, capacity, 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values (B, H, T, D) of T tokens. Returns those of all tokens so far, (B, H, length, D)."""
-        b, h, t, d = k.shape
-        if self.length and t > 1:
-            raise ValueError(f"{t} tokens after {self.length} in the cache: add one at a time, or use a new cache")
-        if not self.length:  # autocast decides the type of the keys, so the memory is allocated here
-            dtype = torch.float32 if k.is_cpu else k.dtype
-            self.keys, self.values = (z.new_empty(self.rows, h, self.capacity, d, dtype=dtype) for z in (k, v))
-        start, self.length = self.length, self.length + t
-        self.keys[:, :, start : self.length] = k  # one shared text fills all rows
-        self.values[:, :, start : self.length] = v
-        return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
-        """Add the keys and values of T tokens, and attend with their queries to all so far, or the newest `window`.
-
-        Queries are (B, H, T, D); keys and values may have fewer heads. The scale None is torch's default.
-        """
-        is_first = self.length == 0
-        keys, values = self.append(k, v)
-        with torch.autocast(q.device.type, enabled=False):  # it would convert all keys and values for each token
-            if is_first:
-                return causal_attention(q.to(keys.dtype), keys, values, scale, window=window)
-            newest = slice(None if window is None else -window, None)
-            # The queries that share a head of keys are its only queries: no mask, and no copies of the keys.
-            grouped = q.to(keys.dtype).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (B, heads of keys, H / …, D)
-            y = F.scaled_dot_product_attention(grouped, keys[:, :, newest], values[:, :, newest], scale=scale)
-            return y.view(q.shape)

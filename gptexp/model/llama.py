@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import causal_attention
-from gptexp.model.layers import LayerCache, Linear, build_norm, gelu, lowered, widened
+from gptexp.model.attention import Context, attend
+from gptexp.model.layers import Linear, build_norm, gelu, lowered, widened
 from gptexp.model.parametrisation import attention_scale, residual_factor
 from gptexp.model.shapes import BLOCK_NORMS
 
@@ -76,20 +76,17 @@ class Attention(nn.Module):
         self.normed = (1, -1) if cfg.qk_norm == "all" else (-1, d)  # dimensions of queries for their norm
         self.rotate: Callable[[Tensor, Any], Tensor] = rotate if cfg.position == "rope" else keep
 
-    def forward(self, x: Tensor, turn: Tensor | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         b, t, _ = x.shape
         x = lowered(x)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H·D), fewer heads for k and v
         q, k = self.q_norm(q.view(b, t, *self.normed)), self.k_norm(k.view(b, t, *self.normed))
         q, k, v = (z.view(b, t, -1, self.d) for z in (q, k, v))  # (B, T, H, D)
-        q, k, v = (z.transpose(1, 2) for z in (self.rotate(q, turn), self.rotate(k, turn), v))  # (B, H, T, D)
-        if cache is None:
-            p = self.dropout if self.training else 0.0
-            y = causal_attention(q, k, v, self.scale, p, self.window, documents)
-        else:
-            y = cache.attend(q, k, v, self.scale, self.window)
-        y = self.o_proj(y.transpose(1, 2).reshape(b, t, -1))  # (B, T, C)
-        return F.dropout(y, self.dropout, self.training)
+        q, k, v = (
+            z.transpose(1, 2) for z in (self.rotate(q, context.turn), self.rotate(k, context.turn), v)
+        )  # (B, H, T, D)
+        y = attend(q, k, v, context, self.scale, self.dropout if self.training else 0.0, self.window)  # (B, T, H·D)
+        return F.dropout(self.o_proj(y), self.dropout, self.training)
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -150,10 +147,8 @@ class LlamaBlock(nn.Module):
         self.norms = *around_attention, *around_mlp  # their places in the block, whatever their names
         self.residual_factor = residual_factor(cfg)
 
-    def forward(
-        self, x: Tensor, turn: Tensor | None = None, documents: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self.norms
-        y = after_attention(self.self_attn(before_attention(x), turn, documents, cache))
+        y = after_attention(self.self_attn(before_attention(x), context))
         x = torch.add(x, y, alpha=self.residual_factor)
         return torch.add(x, after_mlp(self.mlp(before_mlp(x))), alpha=self.residual_factor)

@@ -15,7 +15,12 @@ l = n_layer / base_n_layer. The learning rate that is best for the base is then 
 | learning rate of the blocks' matrices | lr | lr / m | lr / m |
 | their weight decay, which AdamW multiplies by lr | w | w | w m |
 | Adam's eps of the blocks | eps | eps | eps / (m l) |
-| Adam's eps of embeddings and ln_f | eps | eps | eps / m |
+| Adam's eps of embeddings and the final norm | eps | eps | eps / m |
+
+The tensors of Llama's block have the row of their kind. Its matrices that write to the residual stream, o_proj and
+down_proj, are c_proj; but where a norm follows a branch (`model.residual_norm=post`), sqrt(2 n_layer) is left out, as
+in OLMo 2 (arXiv 2501.00656, section 3.2). The norms of queries and keys are vectors of the blocks, an untied lm_head is
+an embedding.
 
 All else is equal: embeddings, LayerNorms and biases have the same initial values and learning rates. At the sizes of
 the base all three are equal, bit for bit.

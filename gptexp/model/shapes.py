@@ -89,6 +89,11 @@ def count_parameters(m: ModelConfig) -> int:
     return sum(math.prod(shape) * count for _, shape, count in parameter_shapes(m))
 
 
+def matrix_parameters(m: ModelConfig) -> int:
+    """Number of the parameters of all blocks' matrices: the N of laws that do not count embeddings."""
+    return m.n_layer * sum(math.prod(shape) for _, shape, _ in _block(m) if len(shape) == 2)
+
+
 def block_parameters(m: ModelConfig) -> int:
     """Number of the parameters of one block."""
     return sum(math.prod(shape) for name, shape, _ in parameter_shapes(m) if in_block(name))

@@ -26,8 +26,8 @@ from gptexp.distributed.ranks import Rank
 from gptexp.machine.ceilings import attention_ms, copy_bandwidth, gemm_rates
 from gptexp.machine.device import pick_device
 from gptexp.machine.effective import apply, load_effective
-from gptexp.model.attention import KERNELS
 from gptexp.model.flops import flops_per_token
+from gptexp.model.kernels import KERNELS
 from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.versions import git_commit, versions

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from gptexp.distributed.sharding import Parameters, SplitParameters, WholeParame
 from gptexp.machine.device import missing_compiler, why_uncompilable
 from gptexp.machine.effective import Effective, forward_context
 from gptexp.model import loss
+from gptexp.model.attention import Context
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
@@ -158,10 +158,9 @@ def build_split_gpt(
     return gpt, parameters
 
 
-def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: Tensor, context: Context) -> Tensor:
     """The forward pass of a block: compiled, except to generate text, where shapes change with every token."""
-    *_, cache = arguments
-    return (compiled if cache is None else plain)(*arguments)
+    return (compiled if context.cache is None else plain)(x, context)
 
 
 def _unseeded(cfg: Config, effective: Effective) -> GPT:

@@ -30,6 +30,7 @@ from gptexp.config.schema import Config
 from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.loggers.run_log import peak_memory_gib
+from gptexp.model.shapes import in_words
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import at_parents_death, ended_in_order
@@ -106,7 +107,10 @@ def compare(
     """
     _require_nanogpt(checkout)
     for of_workload in workloads.values():  # tokenise before anything is timed
-        prepare(compose([*of_workload, *overrides]).data)
+        config = compose([*of_workload, *overrides])
+        if block := in_words(config.model):
+            raise ConfigError(f"--peers: nanoGPT has GPT-2's block alone, not {block}; leave one of them out")
+        prepare(config.data)
     turns.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"versions": versions(), "git_commit": git_commit(), "workloads": {}}
     has_failed = False

@@ -14,6 +14,7 @@ import yaml
 
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, result_deciding
+from gptexp.model.shapes import matrix_parameters
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.reporting.listings.records import LR, find_runs, positive_value
@@ -72,7 +73,7 @@ def prior_of(configs: Mapping[int, Config], searched: SearchedKey, earlier: str 
     if searched.key != LR or len({*given.values()}) > 1:  # a rule or a fitted law has scaled it
         return as_given
     config = next(iter(configs.values()))
-    parameters = 12 * config.model.n_layer * config.model.n_embd**2
+    parameters = matrix_parameters(config.model)
     if not searched.is_given and config.optim.name == AdamWConfig.name and parameters >= SMALLEST_OF_STEP_LAW:
         laws = {batch: step_law(parameters, config.run_length[1], batch) for batch, config in configs.items()}
         return Prior(laws, "Step Law")

@@ -7,8 +7,8 @@ import torch
 
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.ceilings import attention_ms, copy_bandwidth, gemm_rates, gemm_shapes
-from gptexp.model.attention import KERNELS
 from gptexp.model.gpt import GPT
+from gptexp.model.kernels import KERNELS
 
 SMALL = ModelConfig(n_layer=3, n_head=2, n_embd=32, block_size=16, vocab_size=512)
 GATED = replace(SMALL, norm="rmsnorm", position="rope", mlp="swiglu", n_kv_head=1, head_dim=24, tied=False)

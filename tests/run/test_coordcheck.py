@@ -14,6 +14,7 @@ from conftest import ROOT, ForkServer
 
 from gptexp import coordcheck
 from gptexp.config.schema import ModelConfig
+from gptexp.model.attention import Context
 from gptexp.model.gpt import GPT
 from gptexp.reporting.charts.coordinates import LIMITS, Coordinates
 from gptexp.run.coordcheck import activations
@@ -83,7 +84,7 @@ def test_the_sizes_are_those_of_the_outputs_of_the_layers() -> None:
     with torch.no_grad():
         h = gpt.wte(x) + gpt.wpe(torch.arange(8))
         for block in gpt.h:
-            a = block.attn(block.ln_1(h), None, None)
+            a = block.attn(block.ln_1(h), Context())
             m = block.mlp(block.ln_2(h + a))
             h = h + a + m
             expected["attention"].append(float(a.abs().mean()))

@@ -22,8 +22,8 @@ from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.device import has_native_bfloat16
 from gptexp.machine.effective import forward_context, step_context
 from gptexp.machine.resolve import resolve
-from gptexp.model.attention import attention_kernel
 from gptexp.model.gpt import GPT, Loss
+from gptexp.model.kernels import attention_kernel
 from gptexp.model.loss import chunked_cross_entropy, fused_cross_entropy, plain_cross_entropy
 from gptexp.optim import AdamWConfig
 from gptexp.run.build import build_gpt

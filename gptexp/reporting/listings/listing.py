@@ -259,8 +259,8 @@ def model_option(model: ModelConfig) -> str | None:
 
 
 def _shape(model: ModelConfig) -> ModelConfig:
-    """The model with the defaults of all keys of `NOT_SHAPE`."""
-    return replace(model, **{key: getattr(ModelConfig, key) for key in NOT_SHAPE})
+    """The model with all sizes given, and with the defaults of all keys of `NOT_SHAPE`."""
+    return replace(model.spelled_out(), **{key: getattr(ModelConfig, key) for key in NOT_SHAPE})
 
 
 @cache
