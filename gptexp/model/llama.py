@@ -82,9 +82,8 @@ class Attention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H·D), fewer heads for k and v
         q, k = self.q_norm(q.view(b, t, *self.normed)), self.k_norm(k.view(b, t, *self.normed))
         q, k, v = (z.view(b, t, -1, self.d) for z in (q, k, v))  # (B, T, H, D)
-        q, k, v = (
-            z.transpose(1, 2) for z in (self.rotate(q, context.turn), self.rotate(k, context.turn), v)
-        )  # (B, H, T, D)
+        q, k = self.rotate(q, context.turn), self.rotate(k, context.turn)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, D)
         y = attend(q, k, v, context, self.scale, self.dropout if self.training else 0.0, self.window)  # (B, T, H·D)
         return F.dropout(self.o_proj(y), self.dropout, self.training)
 
@@ -132,19 +131,12 @@ class LlamaBlock(nn.Module):
         """`number` is that of the block, from 0: some blocks may have no window."""
         super().__init__()
         names = BLOCK_NORMS[cfg.residual_norm]
-
-        def norms(chosen: tuple[str | None, ...]) -> list[nn.Module]:
-            built = [build_norm(cfg, cfg.n_embd) if name else nn.Identity() for name in chosen]
-            for name, norm in zip(chosen, built, strict=True):
-                if name:
-                    self.add_module(name, norm)
-            return built
-
-        around_attention = norms(names[:2])
+        self.norms = tuple(build_norm(cfg, cfg.n_embd) if name else nn.Identity() for name in names)
+        for name, norm in zip(names, self.norms, strict=True):
+            if name:
+                self.add_module(name, norm)
         self.self_attn = Attention(cfg, cfg.window_of(number))
-        around_mlp = norms(names[2:])
         self.mlp = GatedMLP(cfg) if cfg.has_gate else MLP(cfg)
-        self.norms = *around_attention, *around_mlp  # their places in the block, whatever their names
         self.residual_factor = residual_factor(cfg)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

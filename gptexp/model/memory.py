@@ -77,6 +77,7 @@ class _Parts:
     around: int  # the final norm and the token ids
     in_block: int  # the activations of one block
     in_layer: int  # beside `kept`, in a block's backward pass: recomputed activations, temporary gradients
+    in_last: int  # of `kept`, the activations of the last block, unless they are recomputed
     loss: int
     scratch: int  # buffers of the loss, kept from step to step
 
@@ -127,9 +128,14 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         # two gradients, each before and after it is scaled; that of the weight is in float32, then in its own type.
         compiled = step.loss == "fused" or (compiles_loss and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
-        bytes_per_logit += 2 * width if m.logit_softcap else 0  # its slopes, and their product with the softmax
+        capped = 2 * width if m.logit_softcap else 0  # the slopes of the cap, and their product with the softmax
         scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
-        loss = scratch + (4 + (width if step.is_split else 4)) * vocab * c + 2 * tokens * c * width
+        loss = (
+            scratch
+            + chunk_rows(tokens, step.device) * vocab * capped
+            + (4 + (width if step.is_split else 4)) * vocab * c
+            + 2 * tokens * c * width
+        )
     else:
         # Compiled: the logits in the compute type, and on a CPU their gradient beside them; a GPU writes it over them.
         # Else in float32: the log-softmax, the gradient of the gathered entries and the gradient of the logits.
@@ -137,15 +143,16 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         capped = width if m.logit_softcap else 0  # the hyperbolic tangent
         loss = tokens * vocab * (compiled_width if compiles_loss else 12 + capped)
     # If the last block is not recomputed, its activations are freed before others take their place.
-    in_layer = in_block if every and (m.n_layer - 1) % every == 0 else 0
+    recomputes_last = every > 0 and (m.n_layer - 1) % every == 0
+    in_layer, in_last = (in_block, 0) if recomputes_last else (0, in_block)
     if recomputed or step.is_split:
         in_layer += tokens * m.mlp_size * width  # the gradient of the hidden layer
     if in_layer and not step.compiled and m.mlp == "relu2":
-        in_layer += tokens * m.mlp_size * width  # twice its activation, times this gradient
+        in_layer += 2 * tokens * m.mlp_size * width  # twice its activation, and that times this gradient
     if in_layer and _has_norm_of_parts(m, step):
         in_layer += tokens * 4 * c  # its gradient in float32
     around = tokens * (4 * c + width * c + 24)
-    return _Parts(kept, around, in_block, in_layer, loss, scratch if step.device == "cpu" else 0)
+    return _Parts(kept, around, in_block, in_layer, in_last, loss, scratch if step.device == "cpu" else 0)
 
 
 def _token_in_block(m: ModelConfig, step: StepShape) -> int:
@@ -236,9 +243,11 @@ def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
     # Gathered are the parameters of the root and of the next block, then also of the current block. Of the root's
     # gradients, only that of wte waits, for the backward pass of the embedding.
     at_end = accumulated + width * vocab * c + new
+    # When a block has all its gradients, its activations are free.
+    left = parts.kept - parts.in_last + parts.in_layer
     return [
         (accumulated, width * (root + block), parts.kept + parts.around, parts.loss),
-        (at_end, width * (root + 2 * block) + sent * block, parts.kept + parts.in_layer, parts.scratch),
+        (at_end, width * (root + 2 * block) + sent * block, left, parts.scratch),
         (own, (sent + width) * root, 0, parts.scratch),
         (own + update_bytes(optim, m), 0, 0, parts.scratch),
     ]

@@ -142,7 +142,7 @@ def _block(m: ModelConfig) -> Iterator[tuple[str, Shape, tuple[str, ...]]]:
         yield "mlp.c_proj", (c, hidden), linear
         return
     queries, keys, norms = m.n_head * m.head_size, m.kv_heads * m.head_size, BLOCK_NORMS[m.residual_norm]
-    yield from ((name, (c,), norm) for name in norms[:2] if name)
+    yield from ((name, (c,), norm) for name in norms if name)
     yield "self_attn.q_proj", (queries, c), linear
     yield "self_attn.k_proj", (keys, c), linear
     yield "self_attn.v_proj", (keys, c), linear
@@ -150,7 +150,6 @@ def _block(m: ModelConfig) -> Iterator[tuple[str, Shape, tuple[str, ...]]]:
     if m.qk_norm != "none":
         sizes = (m.head_size, m.head_size) if m.qk_norm == "head" else (queries, keys)
         yield from ((f"self_attn.{name}_norm", (size,), norm) for name, size in zip("qk", sizes, strict=True))
-    yield from ((name, (c,), norm) for name in norms[2:] if name)
     if m.has_gate:
         yield "mlp.gate_proj", (hidden, c), linear
     yield "mlp.up_proj", (hidden, c), linear

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from gptexp.config.schema import Config
+from gptexp.config.transformers_json import family_of
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import ConfigError, UserError
 from gptexp.process.imports import permanent
@@ -12,9 +13,13 @@ from gptexp.run.harness import ask_lm_eval, tasks_of_lm_eval
 def require_tasks(configs: Sequence[Config]) -> None:
     """Raise `ConfigError` if a config names a task that lm_eval does not have, or if lm_eval is not installed.
 
-    Takes seconds if a config names a task of lm_eval.
+    Also if transformers, through which lm_eval reads a model, has not its block. Takes seconds if a config names a task
+    of lm_eval.
     """
     tasks = tasks_of_lm_eval([task for config in configs for task in config.train.eval_tasks])
+    for config in configs:
+        if tasks_of_lm_eval(config.train.eval_tasks):
+            family_of(config.model)
     if tasks:
         try:
             ask_lm_eval(tasks, [], lambda: False)

@@ -53,6 +53,16 @@ PUBLISHED = {
 }
 
 
+BYTES = {"bytes": 445_952, "llama_bytes": 446_080, "qwen3_bytes": 445_632, "modern_bytes": 446_144}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_the_models_of_bytes_have_equally_many_parameters(name: str) -> None:
+    assert (
+        count_parameters(model_config(name, vocab_size=320)) == BYTES[name] == pytest.approx(BYTES["bytes"], rel=1e-3)
+    )
+
+
 def built_parameters(cfg: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(cfg).parameters())
@@ -86,7 +96,7 @@ def test_twenty_layers_of_nanochat_have_the_number_that_it_prints() -> None:
 
 def test_every_model_file_is_tested_and_sets_a_learning_rate() -> None:
     names = {path.stem for path in (conf_dir() / "model").glob("*.yaml")}
-    assert names == PARAMETERS.keys() | PUBLISHED.keys() | {"bytes", "modern_bytes", "from_init", "nano", "mini"}
+    assert names == PARAMETERS.keys() | PUBLISHED.keys() | {*BYTES, "from_init", "nano", "mini"}
     for name in names:
         assert yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["optim"]["lr"] > 0
 

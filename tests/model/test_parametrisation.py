@@ -51,9 +51,9 @@ def far_from_the_start(cfg: ModelConfig) -> GPT:
 
 
 def kind(name: str) -> str:
-    if name.startswith("h."):
-        return "matrix" if ".c_" in name and name.endswith("weight") else "vector"
-    return "final" if name.startswith("ln_f") else "embedding"
+    if name.startswith(("h.", "layers.")):
+        return "matrix" if (".c_" in name or "_proj" in name) and name.endswith("weight") else "vector"
+    return "final" if name.startswith(("ln_f", "norm")) else "embedding"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,6 +84,27 @@ def test_each_parameter_has_the_optimizer_settings_of_the_table(name: str, optim
         assert (group["lr"], group["weight_decay"]) == pytest.approx((0.15 * lr, 0.5 * weight_decay)), names[p]
         if optim != "lion":
             assert group["eps"] == pytest.approx(1e-8 * eps), names[p]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tensors_of_other_blocks_have_the_settings_of_their_kind(name: str) -> None:
+    """And the initial values: norms after the branches take the place of the divisor of what writes to the stream."""
+    block = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "qk_norm": "head", "n_kv_head": 2, "tied": False}
+    hidden, projection = INITIAL[name]
+    for residual_norm in ("pre", "post"):
+        model = built(replace(MODELS[name], **block, residual_norm=residual_norm))
+        optimizer = build_optimizer(model, AdamWConfig(lr=0.3, weight_decay=0.5), fused=False)
+        names = {p: key for key, p in model.named_parameters()}
+        settings = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        assert {kind(names[p]) for p, _ in settings} == {"matrix", "vector", "embedding", "final"}
+        for p, group in settings:
+            lr, weight_decay, eps = OPTIMIZER[name][kind(names[p])]
+            found = [group["lr"], group["weight_decay"], group["eps"]]
+            assert found == pytest.approx([0.3 * lr, 0.5 * weight_decay, 1e-8 * eps]), names[p]
+            if p.dim() > 1:
+                writes = names[p].endswith(("o_proj.weight", "down_proj.weight")) and residual_norm == "pre"
+                std = projection if writes else hidden if kind(names[p]) == "matrix" else 0.02
+                assert p.std().item() == pytest.approx(std, rel=0.03), names[p]
 
 
 def test_the_groups_of_a_parametrisation_are_told_with_their_factors() -> None:

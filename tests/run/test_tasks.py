@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import e2e_then_slow, events, summary, wait_for
+from test_blocks import BLOCKS
 
 import gptexp as package
 from gptexp.config.transformers_json import read_config_json
@@ -287,10 +288,17 @@ def write_tasks(folder: Path, text: str) -> None:
 
 
 @pytest.mark.e2e
-def test_lm_eval_finds_the_loss_that_evaluate_finds(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    """Of a text of whole windows. `evaluate` also has a window before it, at whose end the text begins."""
+@pytest.mark.parametrize("block", [[], BLOCKS["qwen3"]])
+def test_lm_eval_finds_the_loss_that_evaluate_finds(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, block: list[str]
+) -> None:
+    """Of a text of whole windows. `evaluate` also has a window before it, at whose end the text begins.
+
+    lm_eval reads the exported model with transformers, `evaluate` the run with gptexp.
+    """
     pytest.importorskip("lm_eval", reason="no lm_eval; pip install 'gptexp[eval]'")
-    unpadded = ["model.vocab_size=257", "optim.lr=1e-2"]  # padding has probability until a model is trained
+    # Padding has probability until a model is trained.
+    unpadded = ["model.vocab_size=257", "optim.lr=1e-2", *block]
     assert gptexp("train", *tiny, "data.tokenizer=bytes", *unpadded, "hydra.run.dir=run").returncode == 0
     before, text = "0123456789abcdef", "Nobody sees bread. My friend likes fish."[:32]  # 16 tokens are a window
     rows = [json.dumps({"text": row}) for row in (before, text)]
