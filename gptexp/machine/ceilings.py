@@ -76,15 +76,7 @@ def attention_ms(
     m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
-    heads = (m.n_head, m.kv_heads, m.kv_heads)
-    # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
-    of_all = torch.randn((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
-    q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
-    grad = torch.randn((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
-
-    def forward_backward() -> None:
-        torch.autograd.grad(causal_attention(q, k, v, None, window=m.window), (q, k, v), grad)
-
+    forward_backward = _attention(m, batch, seq_len, device, dtype, torch.randn)
     measured: dict[str, float | None] = {}
     for name in KERNELS:
         if missing_kernel(name, device.type):
@@ -99,3 +91,36 @@ def attention_ms(
                     raise
                 measured[name] = None
     return measured
+
+
+def mask_ms(m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Milliseconds of one layer's attention, forward and backward: across documents, and within them.
+
+    Draws no random numbers, so that a run that measures it trains as one that does not.
+    """
+    documents = torch.zeros((batch, seq_len), dtype=torch.int64, device=device)
+    across, within = (_attention(m, batch, seq_len, device, dtype, torch.ones, given) for given in (None, documents))
+    return 1e3 * median_s(across), 1e3 * median_s(within)
+
+
+def _attention(
+    m: ModelConfig,
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    numbers: Callable[..., Tensor],
+    documents: Tensor | None = None,
+) -> Callable[[], None]:
+    """A call of a layer's attention and its backward pass on `numbers`, such as `torch.randn`."""
+    heads = (m.n_head, m.kv_heads, m.kv_heads)
+    # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
+    of_all = numbers((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
+    grad = numbers((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
+
+    def forward_backward() -> None:
+        y = causal_attention(q, k, v, None, window=m.window, documents=documents)
+        torch.autograd.grad(y, (q, k, v), grad)
+
+    return forward_backward

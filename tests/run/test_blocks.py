@@ -1,6 +1,7 @@
 """Whole runs of models with today's blocks: resumed, split, exported, sampled, and begun from others' weights."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -186,7 +187,8 @@ def test_a_run_says_what_its_block_is(tiny: list[str], tmp_path: Path, capsys: p
     assert (
         "block           RoPE (theta 10,000), LayerNorm, before and after the branches, GEGLU of 64, window of 5, "
         "but none in block 2, 4, …\n"
-    ) in capsys.readouterr().out
+    ) in (said := capsys.readouterr().out)
+    assert re.search(r"documents +attention stays within each; that of a layer takes [0-9.]+ ms in place of", said)
     model, _, _ = package.load_run(tmp_path / "run")
     assert model.document_end == 256
     assert json.loads((tmp_path / "run/effective.json").read_text())["vocab_size"]
