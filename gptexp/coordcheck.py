@@ -106,16 +106,21 @@ def _models(config: Config, widths: str) -> list[ModelConfig]:
             )
         model = replace(model, base_n_embd=base, base_n_head=model.base_n_head or base // head_size)
     models = [_resized(model, size, size // head_size) for size in sizes]
-    if found := problems(replace(config, model=models[0]), 1):
-        raise ConfigError(found)
+    for resized in models:
+        if found := problems(replace(config, model=resized), 1):
+            raise ConfigError(found)
     return models
 
 
 def _resized(model: ModelConfig, n_embd: int, n_head: int) -> ModelConfig:
-    """`model` with this width: heads of keys and the width of the MLP, if they are given, in proportion."""
-    kv_heads = model.n_kv_head and max(1, model.n_kv_head * n_head // model.n_head)
-    n_mlp = model.n_mlp and model.n_mlp * n_embd // model.n_embd
-    return replace(model, n_embd=n_embd, n_head=n_head, n_kv_head=kv_heads, n_mlp=n_mlp)
+    """`model` with this width, heads of keys and the width of the MLP in proportion. Raises `ConfigError`."""
+    if n_head * model.kv_heads % model.n_head:
+        rule = (
+            f"its {n_head} heads are no multiple of {model.n_head // model.kv_heads}, as many as share a head of keys"
+        )
+        raise ConfigError(f"--widths: {n_embd} is impossible: {rule}")
+    kv_heads, ratio = n_head * model.kv_heads // model.n_head, model.mlp_size / model.n_embd
+    return replace(model, n_embd=n_embd, n_head=n_head, n_kv_head=kv_heads, mlp_ratio=ratio, n_mlp=None)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,14 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
+def built(m: ModelConfig, step: StepShape) -> GPT:
+    loss = partial(LOSSES[step.loss], z_loss=0.1 * step.z_loss)
+    return GPT(m, loss, step.activation_checkpointing, document_start=0 if step.document_mask else None)
+
+
 def split_gpt(m: ModelConfig, step: StepShape) -> tuple[GPT, SplitParameters]:
     with torch.device("meta"):
-        gpt = GPT(m, LOSSES[step.loss], activation_checkpointing=step.activation_checkpointing)
+        gpt = built(m, step)
     dtypes = getattr(torch, step.dtype), getattr(torch, step.comm)
     return gpt, split(gpt, list(gpt.blocks), (), torch.device("cpu"), *dtypes)
 
@@ -57,7 +62,7 @@ def peak_bytes(m: ModelConfig, step: StepShape, optim: OptimConfig | None = None
         if step.sharding == "full":
             gpt, parameters = split_gpt(m, step)
         else:
-            gpt = GPT(m, LOSSES[step.loss], activation_checkpointing=step.activation_checkpointing)
+            gpt = built(m, step)
         optimizer = build_optimizer(gpt, optim or AdamWConfig(), True, parameters.named if parameters else None)
         kind = "tree" if step.tree else "mean"
         reduction = build_reduction(kind, gpt, rank, step.reduce_every == "micro_step")

@@ -181,9 +181,12 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "model.rope_scaling", "not-a-rope-scaling", wrong)
     if m.window is None and m.window_every is not None:
         yield _refusal(cfg, "model.window_every", "key-not-read", "only model.window reads it; set that too")
-    if m.window is not None and m.window >= t:
-        rule = f"a sequence of {t} tokens fits into it, so it hides none; use a smaller one, or leave it out"
+    if m.window is not None and m.window >= m.block_size and cfg.init_from is None:
+        rule = f"model.block_size={m.block_size} fits into it, so it hides nothing; use a smaller one, or leave it out"
         yield _refusal(cfg, "model.window", "window-too-long", rule)
+    if m.window is not None and m.window_every is not None and not 2 <= m.window_every <= max(2, m.n_layer):
+        rule = f"must be from 2 to model.n_layer={m.n_layer}, so that some blocks have the window and some do not"
+        yield _refusal(cfg, "model.window_every", "out-of-range", rule)
     width, heads = m.base_n_embd or m.n_embd, m.base_n_head or m.n_head
     if width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
         rule = f"not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
@@ -221,6 +224,10 @@ def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
             "model.base_n_embd, the width of the model whose learning rate is known"
         )
         yield _refusal(cfg, "model.base_n_embd", "base-missing", rule)
+    elif chosen != "standard" and cfg.model.n_mlp is not None and cfg.model.base_n_embd != cfg.model.n_embd:
+        ratio = f"{cfg.model.n_mlp / cfg.model.n_embd:.6g}"
+        rule = f"the base's MLP would be as wide; give model.mlp_ratio={ratio} in its place, which keeps the proportion"
+        yield _refusal(cfg, "model.n_mlp", "mlp-not-in-proportion", rule)
 
 
 def _tokenizer(cfg: Config, _: int) -> Iterator[Problem]:
@@ -380,6 +387,10 @@ def _machine(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "world.backend", "nccl-needs-cuda", rule)
     if AUTO not in (attention, device) and (missing := missing_kernel(attention, device)):
         yield missing
+    if device == "cuda" and attention == "flash" and (cfg.model.window is not None or cfg.data.document_mask):
+        masked = "data.document_mask=true" if cfg.data.document_mask else f"model.window={cfg.model.window}"
+        rule = f"takes no mask on a GPU, which {masked} needs; use cudnn, efficient or auto"
+        yield _refusal(cfg, "train.attention", "no-such-kernel", rule)
     if cfg.log.tensorboard:
         package = find_spec("tensorboard")
         if package is None or package.origin is None:  # a folder of that name in the working directory is no package

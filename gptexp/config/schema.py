@@ -54,7 +54,7 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
 
-GATE_MULTIPLE = 64  # the width of a gated MLP is rounded up to a multiple of this: 8/3 of a width is rarely a whole
+GATE_MULTIPLE = 64  # 8/3 of the width, where no one gives the width of a gated MLP, is rounded up to a multiple of this
 
 NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 
@@ -94,7 +94,9 @@ class ModelConfig:
     n_head: int = positive(12)  # number of attention heads; must divide n_embd, unless head_dim is given
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
-    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of wte; auto: the tokenizer's number of ids, rounded up to a
+    vocab_size: int | str = count_or_auto(
+        AUTO
+    )  # V: rows of the embedding of tokens; auto: the tokenizer's number of ids, rounded up to a
     # multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
@@ -121,8 +123,8 @@ class ModelConfig:
     # same; null: no block does
     mlp: str = choice("gelu", "relu2", "swiglu", "geglu")  # what the MLP computes between its matrices: gelu with tanh;
     # relu squared (arXiv 2109.08668); a gate, by silu or gelu, times a third matrix (arXiv 2002.05202)
-    mlp_ratio: float | None = positive(None)  # width of the MLP as a multiple of n_embd, for gates rounded up to a
-    # multiple of 64; null: 4, for gates 8/3
+    mlp_ratio: float | None = positive(None)  # width of the MLP as a multiple of n_embd; null: 4, for gates 8/3 rounded
+    # up to a multiple of 64
     n_mlp: int | None = positive(None)  # width of the MLP; takes precedence over mlp_ratio
     logit_softcap: float | None = positive(None)  # c: logits z become c tanh(z / c); arXiv 2408.00118; null: they stay
     parametrisation: str = choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
@@ -159,9 +161,10 @@ class ModelConfig:
         """The width of the MLP."""
         if self.n_mlp is not None:
             return self.n_mlp
-        multiple = GATE_MULTIPLE if self.has_gate else 1
-        ratio = self.mlp_ratio or (Fraction(8, 3) if self.has_gate else 4)
-        return math.ceil(ratio * self.n_embd / multiple) * multiple
+        if self.mlp_ratio is not None:
+            return math.ceil(round(self.mlp_ratio * self.n_embd, 6))
+        of_gate = math.ceil(Fraction(8, 3) * self.n_embd / GATE_MULTIPLE) * GATE_MULTIPLE
+        return of_gate if self.has_gate else 4 * self.n_embd
 
     def spelled_out(self) -> "ModelConfig":
         """The same model with the sizes that it derives from others as values of their own keys."""
@@ -489,7 +492,7 @@ LATER_KEYS = (
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
                    "model.dropout", "model.bias", "batch.*", "world.size", "train.dtype", "train.compile", "train.loss",
                    "train.activation_checkpointing", "train.reduction", "data.tokenizer",
-                   *(key for key in LATER_KEYS if key.startswith("model.")))  # fmt: skip
+                   *(key for key in LATER_KEYS if key != "world.comm"))  # fmt: skip
 
 
 def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -103,13 +103,15 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     above GPT-2's own logits, so the padding would get most of the probability.
     """
     name = content.get("model_type", "gpt2")
-    if name not in FAMILIES:
-        _refuse("model_type", name, f"gptexp has {listed(list(FAMILIES))}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise _refusal("model_type", name, f"gptexp has {listed(list(FAMILIES))}")
     family = FAMILIES[name]
     for key, expected in family.fixed.items():
         value = content.get(key, expected)
         if value != expected and not (isinstance(value, str) and _SAME.get(value) == expected):
-            _refuse(key, value, f"gptexp's {family.architecture} has {shown(expected)}; give a model that has it too")
+            raise _refusal(
+                key, value, f"gptexp's {family.architecture} has {shown(expected)}; give a model that has it too"
+            )
     values = {key: content.get(theirs, default) for key, (theirs, default) in family.sizes.items()}
     if name == "gpt2":
         return checked_model({"bias": True, **values})
@@ -117,30 +119,38 @@ def read_config_json(content: Mapping[str, Any]) -> ModelConfig:
     return checked_model({**block, **values, **_rope(content), **_mlp(content, values), **_windows(name, content)})
 
 
-def _refuse(key: str, value: Any, rule: str) -> None:
-    raise ConfigError(f"{key}={shown(value)}: {rule}", "other-architecture")
+def _refusal(key: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(f"{key}={shown(value)}: {rule}", "other-architecture")
 
 
 def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's keys. transformers 5 writes them in rope_parameters, earlier versions side by side."""
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise _refusal("rope_parameters", found, "must be a JSON object")
     theta = found.get("rope_theta", content.get("rope_theta", 10_000.0))
     kind = found.get("rope_type", found.get("type", "default"))
+    scaling = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta")}
+    if content.get("partial_rotary_factor", 1) != 1 or (kind == "default" and scaling):
+        unknown = next(iter(scaling), "partial_rotary_factor")
+        raise _refusal(unknown, scaling.get(unknown, content.get(unknown)), "gptexp's RoPE has no such parameter")
     if kind == "default":
         return {"rope_theta": theta}
-    scaling = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta")}
     if kind != "llama3" or wrong_rope_scaling(scaling):
-        _refuse("rope_type", kind, "gptexp has default and llama3")
+        raise _refusal("rope_type", kind, "gptexp has default and llama3")
     return {"rope_theta": theta, "rope_scaling": {key: float(value) for key, value in scaling.items()}}
 
 
 def _mlp(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The kind of the MLP. Its layers must have biases exactly if those of attention have."""
     kinds = {**{act: mlp for mlp, act in _ACTIVATIONS.items()}, "swish": "swiglu"}
-    if (act := content.get("hidden_act", "silu")) not in kinds:
-        _refuse("hidden_act", act, f"gptexp has {listed(list(_ACTIVATIONS.values()))}")
+    act = content.get("hidden_act", "silu")
+    if not isinstance(act, str) or act not in kinds:
+        raise _refusal("hidden_act", act, f"gptexp has {listed(list(_ACTIVATIONS.values()))}")
     if (bias := content.get("mlp_bias", False)) != values["bias"]:
-        _refuse("mlp_bias", bias, "gptexp has biases in all layers of a block or in none, and attention_bias differs")
+        raise _refusal(
+            "mlp_bias", bias, "gptexp has biases in all layers of a block or in none, and attention_bias differs"
+        )
     return {"mlp": kinds[act]}
 
 
@@ -149,10 +159,12 @@ def _windows(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
     kinds, window = content.get("layer_types"), content.get("sliding_window")
     if name != "qwen3" or not content.get("use_sliding_window") or window is None:
         return {"window": None}
-    full = [number for number, kind in enumerate(kinds or (), 1) if kind == "full_attention"]
+    if not isinstance(kinds, list) or len(kinds) != content.get("num_hidden_layers", 32):
+        raise _refusal("layer_types", kinds, "must be a list with a kind for each of num_hidden_layers")
+    full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     every = full[0] if full else None
-    if not kinds or full != (list(range(every, len(kinds) + 1, every)) if every else []):
-        _refuse("layer_types", kinds, "gptexp has full attention in every n-th layer, or in none")
+    if full != (list(range(every, len(kinds) + 1, every)) if every else []):
+        raise _refusal("layer_types", kinds, "gptexp has full attention in every n-th layer, or in none")
     return {"window": window, "window_every": every}
 
 
@@ -176,7 +188,10 @@ def checked_model(values: Mapping[str, Any]) -> ModelConfig:
     if values["n_head"] % (values.get("n_kv_head") or 1):
         rule = f"not divisible by n_kv_head={values['n_kv_head']}"
         raise ConfigError(f"n_head={values['n_head']}: {rule}", "kv-heads-not-divisible")
-    return ModelConfig(**values)
+    model = ModelConfig(**values)
+    if model.position == "rope" and model.head_size % 2:
+        raise ConfigError(f"head_dim={model.head_size}: RoPE turns pairs of numbers; must be even", "head-size-odd")
+    return model
 
 
 def config_json(model: ModelConfig, n_vocab: int, end_of_text: int | None) -> dict[str, Any]:

@@ -120,8 +120,8 @@ def document_start(tokenizer: Tokenizer) -> int:
     return 0 if tokenizer.eot_token is None else tokenizer.eot_token
 
 
-def document_end(data: DataConfig, directory: Path | None = None) -> int | None:
-    """The id before each document, if attention stays within a document (`data.document_mask`); else None.
+def masked_start(data: DataConfig, directory: Path | None = None) -> int | None:
+    """The id with which a document begins, if attention stays within documents (`data.document_mask`); else None.
 
     `directory` is that of a run that has a copy of the tokenizer. Raises `ConfigError` if the tokenizer has no such id.
     """

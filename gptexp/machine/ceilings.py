@@ -14,7 +14,7 @@ from torch import Tensor
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.device import is_out_of_memory
-from gptexp.model.attention import causal_attention
+from gptexp.model.attention import build_masks, causal_attention
 from gptexp.model.kernels import KERNELS, attention_kernel
 from gptexp.model.shapes import linear_layers
 
@@ -117,10 +117,11 @@ def _attention(
     # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
     of_all = numbers((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
     q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
+    masks = build_masks(seq_len, m.window, documents, of_all)
     grad = numbers((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
 
     def forward_backward() -> None:
-        y = causal_attention(q, k, v, None, window=m.window, documents=documents)
+        y = causal_attention(q, k, v, None, masks=masks)
         torch.autograd.grad(y, (q, k, v), grad)
 
     return forward_backward

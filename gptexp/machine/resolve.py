@@ -201,6 +201,8 @@ def estimate(cfg: Config, effective: Effective, world_size: int) -> Memory:
         averaged=cfg.train.ema_half_life_tokens is not None,
         sharding=cfg.world.sharding,
         comm=cfg.world.comm,
+        z_loss=cfg.train.z_loss > 0,
+        document_mask=cfg.data.document_mask,
         reduce_every=effective.reduce_every or cfg.world.reduce_every.replace(AUTO, "micro_step"),
     )
     return memory_estimate(with_vocab_size(cfg, effective.vocab_size.value).model, cfg.optim, step)

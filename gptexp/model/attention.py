@@ -4,7 +4,8 @@ B batch, T time, H heads, D head size. Keys and values may have fewer heads, eac
 queries. The scale None is torch's default, 1 / sqrt(D).
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,48 +15,44 @@ QUERIES = 256  # in a chunk, where attention has a mask: only the keys that a ch
 
 
 def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    dropout: float = 0.0,
-    window: int | None = None,
-    documents: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float = 0.0, masks: Sequence[Tensor] | None = None
 ) -> Tensor:
     """Attention of the queries (B, H, T, D) of all tokens to themselves and to earlier tokens; returns the same shape.
 
-    A token sees at most the last `window` tokens, itself included, and none whose number in `documents` (B, T) differs
-    from its own. `dropout` is a probability.
+    `masks` are those of `build_masks`; None: a token sees all earlier ones. `dropout` is a probability.
     """
-    t, grouped = q.shape[2], q.shape[1] != k.shape[1]
-    if documents is None and (window is None or window >= t):
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-    parts = []
-    for first in range(0, t, QUERIES):
-        end = min(first + QUERIES, t)
-        start = 0 if window is None else max(0, first - window + 1)
-        queries, keys = slice(first, end), slice(start, end)
-        mask = _mask(queries, keys, window, documents, q.device)
-        parts.append(
-            F.scaled_dot_product_attention(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], mask, dropout, scale=scale, enable_gqa=grouped
-            )
-        )
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if masks is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    parts, end = [], 0
+    for mask in masks:
+        first, end = end, end + mask.shape[-2]
+        keys = slice(end - mask.shape[-1], end)
+        seen = k[:, :, keys], v[:, :, keys], mask.to(q.dtype)
+        parts.append(F.scaled_dot_product_attention(q[:, :, first:end], *seen, **options))
     return torch.cat(parts, dim=2)
 
 
-def _mask(queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys these queries see: (queries, keys), or with documents (B, 1, queries, keys)."""
-    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
-    key = torch.arange(keys.start, keys.stop, device=device)
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    if documents is not None:
-        mask = mask & (documents[:, None, queries, None] == documents[:, None, None, keys])
-    return mask
+def build_masks(t: int, window: int | None, documents: Tensor | None, like: Tensor) -> list[Tensor] | None:
+    """What each chunk of queries adds to its scores: 0, and minus infinity for keys that a query does not see.
+
+    A token sees at most the last `window` tokens, itself included, and none whose number in `documents` (B, T) differs
+    from its own. A mask is (queries, keys), or with documents (B, 1, queries, keys), in the type of `like` and on its
+    device; its keys end where its queries do. None: every earlier token is seen, which needs no mask.
+    """
+    if documents is None and (window is None or window >= t):
+        return None
+    masks, position = [], torch.arange(t, device=like.device)
+    for first in range(0, t, QUERIES):
+        start = 0 if window is None else max(0, first - window + 1)
+        queries = slice(first, min(first + QUERIES, t))
+        keys = slice(start, queries.stop)
+        distance = position[queries, None] - position[keys]
+        seen = (distance >= 0) & (distance < (window or t))
+        if documents is not None:
+            seen = seen & (documents[:, None, queries, None] == documents[:, None, None, keys])
+        masks.append(torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf))
+    return masks
 
 
 class LayerCache:
@@ -85,13 +82,15 @@ class LayerCache:
         self.values[:, :, start : self.length] = v
         return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, masks: Sequence[Tensor] | None, window: int | None
+    ) -> Tensor:
         """Add the keys and values of T tokens, and attend with their queries to all so far, or the newest `window`."""
         is_first = self.length == 0
         keys, values = self.append(k, v)
         with torch.autocast(q.device.type, enabled=False):  # it would convert all keys and values for each token
             if is_first:
-                return causal_attention(q.to(keys.dtype), keys, values, scale, window=window)
+                return causal_attention(q.to(keys.dtype), keys, values, scale, masks=masks)
             newest = slice(None if window is None else -window, None)
             # The queries that share a head of keys are its only queries: no mask, and no copies of the keys.
             grouped = q.to(keys.dtype).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (B, heads of keys, H / …, D)
@@ -100,10 +99,10 @@ class LayerCache:
 
 
 class Context(NamedTuple):
-    """What a block needs beside the residual stream; None: the model has no such thing."""
+    """What a block needs beside the residual stream."""
 
-    turn: Tensor | None = None  # RoPE's cosines and sines at the tokens' positions, (2, T, 1, D / 2)
-    documents: Tensor | None = None  # the number of each token's document, (B, T)
+    turn: Tensor | None = None  # RoPE's cosines and sines at the tokens' positions, (2, T, 1, D / 2); None: no RoPE
+    masks: Mapping[int | None, Sequence[Tensor] | None] = {}  # a block's window -> its masks, which its blocks share
     cache: LayerCache | None = None
 
 
@@ -111,8 +110,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None, dropout: float, window: int | None = None
 ) -> Tensor:
     """Attention in a block, with the cache if there is one; returns (B, T, H · D)."""
+    masks = context.masks.get(window)
     if context.cache is None:
-        y = causal_attention(q, k, v, scale, dropout, window, context.documents)
+        y = causal_attention(q, k, v, scale, dropout, masks)
     else:
-        y = context.cache.attend(q, k, v, scale, window)
+        y = context.cache.attend(q, k, v, scale, masks, window)
     return y.transpose(1, 2).flatten(2)

@@ -60,8 +60,9 @@ class Utilisation:
     def to_dict(self) -> dict[str, Any]:
         """The fields and the formulas, for a run's metadata."""
         return {
-            "formula_palm": "(6 N + 12 n_layer n_head head_dim seq_len) tokens_per_s / peak",
-            "formula_causal": "(6 N + 6 n_layer n_head head_dim seq_len) tokens_per_s / peak",
+            "formula_palm": "(6 N + 12 n_head head_dim · sum over layers of w) tokens_per_s / peak",
+            "formula_causal": "(6 N + 6 n_head head_dim · sum over layers of w (2 - w / seq_len)) tokens_per_s / peak",
+            "w": "the window of a layer, or seq_len",
             **asdict(self),
         }
 

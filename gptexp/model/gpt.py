@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import Context, LayerCache, attend
-from gptexp.model.layers import Linear, build_norm, gelu, widened
+from gptexp.model.attention import Context, LayerCache, attend, build_masks
+from gptexp.model.layers import Linear, build_norm, gelu, lowered, widened
 from gptexp.model.llama import LlamaBlock, rotation
 from gptexp.model.loss import plain_cross_entropy, softcapped
 from gptexp.model.parametrisation import attention_scale, initial_std, output_factor, residual_factor
@@ -48,7 +48,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(cfg.mlp_size, cfg.n_embd, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = gelu(self.c_fc(x))  # (B, T, 4C)
+        x = gelu(self.c_fc(x))  # (B, T, mlp_size)
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 
@@ -77,17 +77,17 @@ class GPT(nn.Module):
         cfg: ModelConfig,
         loss: Loss = plain_cross_entropy,
         activation_checkpointing: int = 0,
-        document_end: int | None = None,
+        document_start: int | None = None,
     ) -> None:
         """`activation_checkpointing=n`: every n-th block keeps only its input and is recomputed; 0: none.
 
-        `document_end` is the id after which another document begins, which attention must not cross; None: it may.
+        `document_start` is the id with which a document begins, if attention must not leave it; None: it may.
         """
         super().__init__()
         self.cfg = cfg
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing
-        self.document_end = document_end
+        self.document_start = document_start
         self.names, block = names_of(cfg), Block if cfg.is_gpt2 else LlamaBlock
         self.add_module(self.names.tokens, nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd))
         if cfg.position == "learned":
@@ -112,7 +112,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Normal(0, 0.02), and 0.02/√(2·n_layer) for the projections that write to the residual stream.
+        """Normal(0, 0.02), and 0.02/√(2·n_layer) for the projections that write to the residual stream without a norm.
 
         These are the standard deviations of the standard parametrisation. Norms start with the weight 1.
         """
@@ -154,6 +154,8 @@ class GPT(nn.Module):
         tokens and `x` together are at most block_size tokens.
         """
         before = cache[0].length if cache else 0
+        if cache and self.document_start is not None and bool((x[:, 1:] == self.document_start).any()):
+            raise ValueError("an end of text within a text: the cache is for one document")
         if before + x.shape[1] > self.cfg.block_size:
             raise ValueError(f"{before + x.shape[1]} tokens: the model has model.block_size={self.cfg.block_size}")
         now = slice(before, before + x.shape[1])  # positions
@@ -162,9 +164,9 @@ class GPT(nn.Module):
             h = h + self.get_submodule(self.names.positions)(torch.arange(now.start, now.stop, device=x.device))
         h = F.dropout(widened(h), self.cfg.dropout, self.training)
         turn = None if self.rotation is None else self.rotation[:, now]
-        documents = None if self.document_end is None or cache else (x == self.document_end).cumsum(1)
+        masks = {} if before else self._masks(x, h)  # a single token after others needs none
         for number, block in enumerate(self.blocks):
-            context = Context(turn, documents, cache[number] if cache else None)
+            context = Context(turn, masks, cache[number] if cache else None)
             every = self.activation_checkpointing
             if every and number % every == 0 and torch.is_grad_enabled():
                 draws = self.cfg.dropout > 0
@@ -173,6 +175,12 @@ class GPT(nn.Module):
                 h = block(h, context)
         out: Tensor = self.get_submodule(self.names.norm)(h)
         return out if self.output_factor == 1 else out * self.output_factor
+
+    def _masks(self, x: Tensor, h: Tensor) -> dict[int | None, list[Tensor] | None]:
+        """The masks of each kind of window for the tokens `x` (B, T), whose residual stream is `h`."""
+        documents = None if self.document_start is None else (x == self.document_start).cumsum(1)
+        windows = dict.fromkeys(map(self.cfg.window_of, range(self.cfg.n_layer)))
+        return {window: build_masks(x.shape[1], window, documents, lowered(h)) for window in windows}
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T) given the inputs `x` (B, T), a scalar in nats.

@@ -56,7 +56,9 @@ def _ones(model: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     """The weights that the norms of `model` lack: each is 1."""
     like = next(iter(weights.values()))
     with_norms = every_parameter(replace(model, norm_weight=True))
-    return {name: like.new_ones(shape) for name, shape in with_norms if name not in weights and len(shape) == 1}
+    return {
+        name: like.new_ones(shape) for name, shape in with_norms if name not in weights and name.endswith("norm.weight")
+    }
 
 
 def to_transformers(weights: Mapping[str, Tensor], model: ModelConfig, n_vocab: int) -> dict[str, Tensor]:

@@ -73,14 +73,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(queries, cfg.n_embd, bias=cfg.bias)
         sizes = {"none": (None, None), "head": (d, d), "all": (queries, keys)}[cfg.qk_norm]
         self.q_norm, self.k_norm = (nn.Identity() if size is None else build_norm(cfg, size) for size in sizes)
-        self.normed = (1, -1) if cfg.qk_norm == "all" else (-1, d)  # dimensions of queries for their norm
+        self.rows = (1, -1) if cfg.qk_norm == "all" else (-1, d)  # of a token's queries: what a norm is over
         self.rotate: Callable[[Tensor, Any], Tensor] = rotate if cfg.position == "rope" else keep
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         b, t, _ = x.shape
         x = lowered(x)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H·D), fewer heads for k and v
-        q, k = self.q_norm(q.view(b, t, *self.normed)), self.k_norm(k.view(b, t, *self.normed))
+        q, k = self.q_norm(q.view(b, t, *self.rows)), self.k_norm(k.view(b, t, *self.rows))
         q, k, v = (z.view(b, t, -1, self.d) for z in (q, k, v))  # (B, T, H, D)
         q, k = self.rotate(q, context.turn), self.rotate(k, context.turn)
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, D)
@@ -96,7 +96,7 @@ def relu2(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu2": relu2, "swiglu": F.silu, "geglu": gelu}
 
 
-class MLP(nn.Module):
+class PlainMLP(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.dropout, self.activation = cfg.dropout, ACTIVATIONS[cfg.mlp]
@@ -136,7 +136,7 @@ class LlamaBlock(nn.Module):
             if name:
                 self.add_module(name, norm)
         self.self_attn = Attention(cfg, cfg.window_of(number))
-        self.mlp = GatedMLP(cfg) if cfg.has_gate else MLP(cfg)
+        self.mlp = GatedMLP(cfg) if cfg.has_gate else PlainMLP(cfg)
         self.residual_factor = residual_factor(cfg)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

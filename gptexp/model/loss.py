@@ -48,11 +48,13 @@ def plain_cross_entropy(
     """
     logits = softcapped(F.linear(hidden, weight), softcap)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED)
     if not z_loss:
-        return loss
-    z = logits.logsumexp(-1)[targets != IGNORED].square().mean() * z_loss
-    return loss + z - z.detach()
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    counted = targets != IGNORED
+    of_mean = counted / counted.sum()  # a row's share of the mean
+    log_z, of_target = logits.logsumexp(-1), logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    z = z_loss * (log_z.square() * of_mean).sum()
+    return ((log_z - of_target) * of_mean).sum() + z - z.detach()
 
 
 def chunked_cross_entropy(

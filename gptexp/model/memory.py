@@ -4,10 +4,13 @@ import math
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig
+from gptexp.model.attention import QUERIES
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import most_state_bytes, rows_of, state_bytes, update_bytes
 from gptexp.model.shapes import block_parameters, count_parameters, linear_layers, parameter_shapes
 from gptexp.optim.base import OptimConfig, in_block
+
+Z_LOSS_BYTES = 20  # of a logit, for the plain loss with train.z_loss
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class StepShape:
     sharding: str = "none"  # world.sharding
     reduce_every: str = "step"  # for sharding=full: step or micro_step
     comm: str = "float32"  # world.comm
+    z_loss: bool = False  # train.z_loss
+    document_mask: bool = False  # data.document_mask
 
     @property
     def tokens(self) -> int:
@@ -73,9 +78,9 @@ class StepShape:
 class _Parts:
     """Bytes of what a step keeps for its backward pass or computes in it, on one rank."""
 
-    kept: int  # the inputs and activations of all blocks
+    kept: int  # the inputs and activations of all blocks, and the masks of attention
     around: int  # the final norm and the token ids
-    in_block: int  # the activations of one block
+    in_block: int  # the activations of one block, and the masks
     in_layer: int  # beside `kept`, in a block's backward pass: recomputed activations, temporary gradients
     in_last: int  # of `kept`, the activations of the last block, unless they are recomputed
     loss: int
@@ -141,7 +146,8 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         # Else in float32: the log-softmax, the gradient of the gathered entries and the gradient of the logits.
         compiled_width = 2 * width if step.device == "cpu" else width
         capped = width if m.logit_softcap else 0  # the hyperbolic tangent
-        loss = tokens * vocab * (compiled_width if compiles_loss else 12 + capped)
+        eager = Z_LOSS_BYTES if step.z_loss else 12
+        loss = tokens * vocab * (compiled_width if compiles_loss else eager + capped)
     # If the last block is not recomputed, its activations are freed before others take their place.
     recomputes_last = every > 0 and (m.n_layer - 1) % every == 0
     in_layer, in_last = (in_block, 0) if recomputes_last else (0, in_block)
@@ -152,7 +158,20 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
     if in_layer and _has_norm_of_parts(m, step):
         in_layer += tokens * 4 * c  # its gradient in float32
     around = tokens * (4 * c + width * c + 24)
-    return _Parts(kept, around, in_block, in_layer, in_last, loss, scratch if step.device == "cpu" else 0)
+    masks, scratch = _mask_bytes(m, step), scratch if step.device == "cpu" else 0
+    return _Parts(kept + masks, around, in_block + masks, in_layer, in_last, loss, scratch)
+
+
+def _mask_bytes(m: ModelConfig, step: StepShape) -> int:
+    """Bytes of the masks of attention, of which each kind of window has one for all its blocks."""
+    windows = {m.window_of(number) for number in range(m.n_layer)}
+    numbers, t = 0, step.seq_len
+    for window in windows:
+        if step.document_mask or (window or t) < t:
+            for first in range(0, t, QUERIES):
+                end = min(first + QUERIES, t)
+                numbers += (end - first) * (end - (0 if window is None else max(0, first - window + 1)))
+    return numbers * step.bytes_per_number * (step.micro_batch_size if step.document_mask else 1)
 
 
 def _token_in_block(m: ModelConfig, step: StepShape) -> int:
@@ -166,7 +185,7 @@ def _token_in_block(m: ModelConfig, step: StepShape) -> int:
     c, width, norms = m.n_embd, step.bytes_per_number, 2 * _norm_bytes(m, step, m.n_embd, is_stream=False)
     queries, keys = m.n_head * m.head_size, m.kv_heads * m.head_size
     numbers = 2 * queries + 2 * keys + m.mlp_size * (4 - step.compiled if m.has_gate else 2)
-    if m.window is not None:
+    if m.window is not None or step.document_mask:
         numbers += queries  # the outputs of the chunks of queries, beside what they are joined to
     kept = 4 * m.n_head
     if m.residual_norm != "post":

@@ -3,7 +3,7 @@
 `standard` is GPT-2's. `mup` (Yang et al., arXiv 2203.03466, table 8) and `completep` (Dey et al., arXiv 2505.01618,
 table 1 with alpha = 1) start from a base model of other sizes and correct for the ratios m = n_embd / base_n_embd and
 l = n_layer / base_n_layer. The learning rate that is best for the base is then best for a wider model too; with
-`completep` also for a deeper one. D is the size of a head, n_embd / n_head:
+`completep` also for a deeper one. D is the size of a head:
 
 | | standard | mup | completep |
 |---|---|---|---|
@@ -18,16 +18,16 @@ l = n_layer / base_n_layer. The learning rate that is best for the base is then 
 | Adam's eps of embeddings and the final norm | eps | eps | eps / m |
 
 The tensors of Llama's block have the row of their kind. Its matrices that write to the residual stream, o_proj and
-down_proj, are c_proj; but where a norm follows a branch (`model.residual_norm=post`), sqrt(2 n_layer) is left out, as
-in OLMo 2 (arXiv 2501.00656, section 3.2). The norms of queries and keys are vectors of the blocks, an untied lm_head is
-an embedding.
+down_proj, are c_proj; but where a norm follows a branch (`model.residual_norm=post` or `pre_post`), sqrt(2 n_layer) is
+left out, as in OLMo 2 (arXiv 2501.00656, section 3.2). The norms of queries and keys are vectors of the blocks, an
+untied lm_head is an embedding.
 
 All else is equal: embeddings, LayerNorms and biases have the same initial values and learning rates. At the sizes of
 the base all three are equal, bit for bit.
 
 GPT-2 divides the initial c_proj by sqrt(2 n_layer), so that the sum of all branches does not grow with the depth. In
 `completep` the factor 1 / l takes over that role, so the divisor stays that of the base: the paper's initial weights do
-not depend on the depth. eps follows the size of the gradients. The gradients of embeddings and ln_f pass no factor
+not depend on the depth. eps follows the size of the gradients. Those of embeddings and the final norm pass no factor
 1 / l. (The authors' code, EleutherAI/nanoGPT-mup, divides their eps by m l too.)
 """
 

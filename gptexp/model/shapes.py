@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gptexp.config.schema import ModelConfig
 from gptexp.optim.base import Shape, in_block
+from gptexp.process.words import counted
 
 
 class Names(NamedTuple):
@@ -105,17 +106,17 @@ def in_words(m: ModelConfig) -> str:
         parts = [f"MLP of {m.mlp_size:,}" if m.mlp_size != 4 * m.n_embd else ""]
     else:
         theta = f" (theta {m.rope_theta:,.15g}{', scaled' if m.rope_scaling else ''})"
-        every = m.window_every
+        full = range(m.window_every or 1, m.n_layer + 1, m.window_every or 1)
+        besides = f" (none in block {', '.join(map(str, full))})" if m.window_every else ""
         parts = [
             {"rope": f"RoPE{theta}", "learned": "learned positions", "none": "no positions"}[m.position],
             {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[m.norm] + ("" if m.norm_weight else " without weights"),
             {"pre": "", "post": "after the branches", "pre_post": "before and after the branches"}[m.residual_norm],
             {"none": "", "head": "norm of each query and key", "all": "norm of queries and keys"}[m.qk_norm],
             f"{_MLPS[m.mlp]} of {m.mlp_size:,}",
-            f"{m.kv_heads} of keys" if m.kv_heads != m.n_head else "",
+            counted(m.kv_heads, "head") + " of keys" if m.kv_heads != m.n_head else "",
             f"heads of {m.head_size}" if m.head_size * m.n_head != m.n_embd else "",
-            f"window of {m.window:,}" if m.window is not None else "",
-            f"but none in block {every}, {2 * every}, …" if every is not None else "",
+            f"window of {m.window:,}{besides}" if m.window is not None else "",
         ]
     parts.append("" if m.tied else "untied head")
     parts.append(f"logits below {m.logit_softcap:g}" if m.logit_softcap is not None else "")

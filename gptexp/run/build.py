@@ -25,7 +25,7 @@ from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config
 from gptexp.config.vocabulary import with_vocab_size
-from gptexp.data.tokenizer import document_end
+from gptexp.data.tokenizer import masked_start
 from gptexp.distributed.group import barrier
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import build_reduction
@@ -170,7 +170,7 @@ def _unseeded(cfg: Config, effective: Effective) -> GPT:
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
     of_step = partial(LOSSES[effective.loss.value], z_loss=cfg.train.z_loss)
-    return GPT(model, of_step, cfg.train.recomputed_every, document_end(cfg.data))
+    return GPT(model, of_step, cfg.train.recomputed_every, masked_start(cfg.data))
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:

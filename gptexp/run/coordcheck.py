@@ -19,12 +19,13 @@ from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, ModelConfig
 from gptexp.data.loader import build_dataset, micro_batches
-from gptexp.data.tokenizer import document_end
+from gptexp.data.tokenizer import masked_start
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.reduction import MeanReduction
 from gptexp.machine.device import pick_device
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import chunked_cross_entropy
+from gptexp.model.shapes import BLOCK_NORMS
 from gptexp.process.errors import EXIT_FAILED
 from gptexp.process.fields import AUTO
 from gptexp.process.versions import git_commit, versions
@@ -94,7 +95,7 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
     def course(model: ModelConfig, seed: int) -> list[dict[str, float]]:
         torch.manual_seed(seed)
         model = replace(model, vocab_size=vocab_size)
-        gpt = GPT(model, chunked_cross_entropy, document_end=document_end(config.data)).to(device)
+        gpt = GPT(model, chunked_cross_entropy, document_start=masked_start(config.data)).to(device)
         train = TrainStep(
             model=gpt,
             optimizer=build_optimizer(gpt, optim, fused=False),
@@ -123,15 +124,20 @@ def measure(config: Config, models: list[ModelConfig], seeds: int) -> Coordinate
 
 @torch.no_grad()
 def activations(gpt: GPT, x: Tensor) -> dict[str, float]:
-    """Mean |activation| for the tokens `x` (B, T): of all outputs of attention, all outputs of MLPs, and logits."""
+    """Mean |activation| for the tokens `x` (B, T): of what attention and MLPs add to the stream, and logits."""
     means: dict[str, list[float]] = defaultdict(list)
 
     def kept(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         return lambda _module, _inputs, output: means[name].append(float(output.abs().mean()))
 
-    parts = {"attn": "attention", "self_attn": "attention", "mlp": "mlp"}  # the branches of a block, by their names
-    branches = [(parts[name], part) for block in gpt.blocks for name, part in block.named_children() if name in parts]
-    hooks = [branch.register_forward_hook(kept(name)) for name, branch in branches]
+    # What a branch adds to the residual stream: its output, or that of the norm after it.
+    _, after_attention, _, after_mlp = (None,) * 4 if gpt.cfg.is_gpt2 else BLOCK_NORMS[gpt.cfg.residual_norm]
+    attention = after_attention or ("attn" if gpt.cfg.is_gpt2 else "self_attn")
+    hooks = [
+        block.get_submodule(part).register_forward_hook(kept(name))
+        for block in gpt.blocks
+        for name, part in (("attention", attention), ("mlp", after_mlp or "mlp"))
+    ]
     gpt.eval()
     means["logits"].append(float(gpt(x).abs().mean()))
     gpt.train()

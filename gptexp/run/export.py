@@ -204,6 +204,8 @@ def _notes(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
             "The tokenizer adds no token to a text, such as `<s>`, and merges without dropout: so it encoded the "
             "training's text, whatever the file that it was made from says."
         )
+    if config.data.document_mask:
+        notes.append("In training a token saw only its own document; put one document in a sequence.")
     if config.model.parametrisation != "standard":
         notes.append(
             f"It was trained in the parametrisation {config.model.parametrisation}; the factors of that are multiplied "

@@ -10,7 +10,7 @@ from gptexp.config.batch import count_val_windows
 from gptexp.config.metrics import Metric
 from gptexp.config.schema import Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
-from gptexp.data.tokenizer import Tokenizer, document_end, load_tokenizer
+from gptexp.data.tokenizer import Tokenizer, load_tokenizer, masked_start
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import has_native_bfloat16, pick_device
@@ -61,7 +61,7 @@ def load_checkpointed(directory: Path | str, averaged: bool = False, step: int |
     refuse_another_model(directory, config)
     checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
-    model = GPT(config.model, plain_cross_entropy, document_end=document_end(config.data, directory))
+    model = GPT(config.model, plain_cross_entropy, document_start=masked_start(config.data, directory))
     checkpoint.load_weights(path, model, averaged)
     saved = load_effective(directory)
     here = replace(config, train=replace(config.train, loss=AUTO))  # the plain loss needs no compiler

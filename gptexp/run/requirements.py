@@ -13,13 +13,16 @@ from gptexp.run.harness import ask_lm_eval, tasks_of_lm_eval
 def require_tasks(configs: Sequence[Config]) -> None:
     """Raise `ConfigError` if a config names a task that lm_eval does not have, or if lm_eval is not installed.
 
-    Also if transformers, through which lm_eval reads a model, has not its block. Takes seconds if a config names a task
+    Also if transformers, through which lm_eval reads a model, lacks its block. Takes seconds if a config names a task
     of lm_eval.
     """
     tasks = tasks_of_lm_eval([task for config in configs for task in config.train.eval_tasks])
     for config in configs:
         if tasks_of_lm_eval(config.train.eval_tasks):
-            family_of(config.model)
+            try:
+                family_of(config.model)
+            except ConfigError as error:
+                raise ConfigError(f"train.eval_tasks: lm_eval needs the exported model; {error}", error.code) from None
     if tasks:
         try:
             ask_lm_eval(tasks, [], lambda: False)

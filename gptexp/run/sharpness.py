@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gptexp.config.metrics import SHARPNESS, Metric
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schedule import resolve_schedule
 from gptexp.data.loader import build_dataset
-from gptexp.data.tokenizer import document_end
+from gptexp.data.tokenizer import masked_start
 from gptexp.distributed.ranks import Rank
 from gptexp.distributed.sharding import WholeParameters
 from gptexp.machine.device import pick_device
@@ -70,8 +71,12 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
         torch.set_num_threads(config.world.threads_per_rank)
     starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
     rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
-    end = document_end(config.data, directory)
-    gpt = GPT(config.model, chunked_cross_entropy, document_end=end).to(device).eval()
+    start = masked_start(config.data, directory)
+    gpt = (
+        GPT(config.model, partial(chunked_cross_entropy, z_loss=config.train.z_loss), document_start=start)
+        .to(device)
+        .eval()
+    )
     for path in checkpoints:
         state = checkpoint.load_state(path)
         checkpoint.refuse_other_size(path, count_parameters(config.model))

@@ -1,6 +1,6 @@
 """Checkpoints: one directory per saved step, published by one rename.
 
-    checkpoints/step-00000050/model.safetensors      weights under GPT-2's names; lm_head is tied to wte
+    checkpoints/step-00000050/model.safetensors      weights; a head that is the embedding is left out
                               optimizer.safetensors  the tensors of the optimizer's state, as PARAMETER.KEY
                               ema.safetensors        the average of the weights, if train.ema_half_life_tokens is set
                               state.json             counters; config, data and versions of the run; its `Layout`

@@ -1,8 +1,8 @@
 """`init_from`: where the first weights of a run come from, and the model that they are for.
 
-They come from another run, from a directory or a repository of the hub with transformers' GPT-2, or from a checkpoint
-of nanoGPT or build-nanogpt. This file checks what can be checked before torch is loaded; run/first_weights.py reads
-the weights.
+They come from another run, from a directory or a repository of the hub with a model of transformers, or from a
+checkpoint of nanoGPT or build-nanogpt. This file checks what can be checked before torch is loaded;
+run/first_weights.py reads the weights.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from gptexp.process.words import shown
 from gptexp.storage import run_dir
 from gptexp.storage.reader import read_json
 
-MOST_UNUSED = 1023  # most rows of wte without an id: with more, the weights are for another tokenizer
+MOST_UNUSED = 1023  # most rows of the embedding without an id: with more, the weights are for another tokenizer
 _ALIASES = {"r50k_base": "gpt2"}  # the same ids
 
 
@@ -95,7 +95,8 @@ def check(config: Config, init_from: str) -> None:
     """Raise unless the weights of `init_from` exist, and are for the model of `config`, dropout aside."""
     source, model = of_config(init_from), config.model.spelled_out()
     wanted = source.model().spelled_out()
-    pairs = [(key, getattr(model, key), was) for key, _, was in fields_of(wanted) if key != "dropout"]
+    free = _free(model, wanted)
+    pairs = [(key, getattr(model, key), was) for key, _, was in fields_of(wanted) if key not in free]
     different = [(key, shown(now), shown(was)) for key, now, was in pairs if now not in (was, AUTO)]
     if lines := [
         f"model.{key}={now}: init_from={init_from} has {key}={was}; use the same value, or model=from_init"
@@ -107,6 +108,12 @@ def check(config: Config, init_from: str) -> None:
     check_tokenizer(config, source)
     if source.kind == "run":
         run_dir.require_checkpoint(source.path)
+
+
+def _free(model: ModelConfig, was: ModelConfig) -> tuple[str, ...]:
+    """The keys in which a model may differ from the one of its weights: no weight depends on them."""
+    is_shorter = model.block_size <= was.block_size and was.position != "learned"
+    return ("dropout", "block_size") if is_shorter else ("dropout",)
 
 
 def check_tokenizer(config: Config, source: Source) -> None:

@@ -212,6 +212,13 @@ def test_a_block_that_transformers_lacks_is_refused_with_the_key(change: dict[st
         ({"rms_norm_eps": "small"}, "norm_eps=small"),
         ({"tie_word_embeddings": "no"}, "tied=no"),
         ({"rope_theta": -1}, "rope_theta=-1"),
+        ({"rope_parameters": "x"}, "rope_parameters=x"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"hidden_act": ["silu"]}, "hidden_act="),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"model_type": ["llama"]}, "model_type="),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": 3}, "layer_types=3"),
     ],
 )
 def test_a_llama_that_gptexp_lacks_is_refused_with_the_key(change: dict[str, Any], key: str) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import QUERIES, causal_attention
+from gptexp.model.attention import QUERIES, build_masks, causal_attention
 from gptexp.model.gpt import GPT
 from gptexp.model.llama import rotate, rotation
 from gptexp.model.loss import LOSSES, chunked_cross_entropy, plain_cross_entropy
@@ -106,7 +106,9 @@ def test_attention_is_that_of_its_mask(heads_of_keys: int, t: int, window: int |
         for _ in range(2)
     )
     documents = (torch.rand(2, t, generator=generator) < 0.1).cumsum(1) if documented else None
-    found = causal_attention(q, k, v, None, window=window, documents=documents)
+    masks = build_masks(t, window, documents, q)
+    assert (masks is None) == (not documented and (window or t) >= t)
+    found = causal_attention(q, k, v, None, masks=masks)
     expected = definition(q, k, v, window, documents)
     torch.testing.assert_close(found, expected)
     pairs = (torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected))
@@ -121,7 +123,7 @@ def test_a_document_has_the_logits_that_it_has_alone(name: str) -> None:
     end, x = 7, tokens(2, 40) % 7  # no other id is 7
     starts = (0, 13, 29)
     x[:, list(starts)] = end
-    together = built(cfg, document_end=end)(x)
+    together = built(cfg, document_start=end)(x)
     for first, after in zip(starts, (*starts[1:], 40), strict=True):
         alone = built(cfg)
         if cfg.position == "learned":
@@ -189,7 +191,7 @@ def test_checkpointed_blocks_have_the_same_gradients(name: str) -> None:
     cfg, x = replace(LLAMA, **BLOCKS[name]), tokens(2, 40)
 
     def gradients(every: int) -> list[Tensor]:
-        model = built(cfg, activation_checkpointing=every, document_end=3)
+        model = built(cfg, activation_checkpointing=every, document_start=3)
         return list(torch.autograd.grad(model(x, x), list(model.parameters())))
 
     for found, expected in zip(gradients(2), gradients(0), strict=True):

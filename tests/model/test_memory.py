@@ -96,6 +96,23 @@ def test_the_estimate_counts_every_tensor_of_other_blocks(m: ModelConfig, batch:
 
 
 @pytest.mark.parametrize(
+    ("m", "batch", "changes"),
+    [
+        (replace(DEEP, **LLAMA, block_size=600, window=256, window_every=2), 1, {}),
+        (replace(DEEP, block_size=600), 2, {"document_mask": True}),
+        (WIDE, 10, {"z_loss": True}),
+        pytest.param(replace(DEEP, **LLAMA, block_size=2048), 1, {"document_mask": True}, marks=pytest.mark.e2e),
+        pytest.param(replace(WIDE, logit_softcap=9.0), 10, {"z_loss": True}, marks=pytest.mark.e2e),
+    ],
+)
+def test_the_estimate_counts_masks_and_the_z_loss(m: ModelConfig, batch: int, changes: dict[str, Any]) -> None:
+    for dtype, loss, every in (("float32", "plain", 0), ("bfloat16", "chunked", 0), ("float32", "chunked", 1)):
+        step = cpu_step(m, batch, 1, dtype=dtype, loss=loss, activation_checkpointing=every, **changes)
+        estimate = memory_estimate(m, AdamWConfig(), step).tensors
+        assert estimate == pytest.approx(peak_bytes(m, step), rel=0.08), (dtype, loss, every)
+
+
+@pytest.mark.parametrize(
     ("name", "batch", "micro_steps", "gib"),
     [("gpt2", 16, 2, 8.913), ("gpt2", 32, 1, 15.1), ("gpt2", 64, 1, 28.5), ("gpt2_medium", 16, 1, 19.9)],
 )

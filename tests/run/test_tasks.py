@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import BLOCKS
 from conftest import e2e_then_slow, events, summary, wait_for
-from test_blocks import BLOCKS
 
 import gptexp as package
 from gptexp.config.transformers_json import read_config_json

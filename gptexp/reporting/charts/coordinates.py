@@ -1,7 +1,7 @@
 """The coordinate check (arXiv 2203.03466, appendix D.1): its limits, its verdict and its picture. No torch.
 
 In the first steps of training, activations must not grow or shrink with the width: then a learning rate means the same
-at each width. The logits may shrink: at the initial weights, as 1 / sqrt(width), because wte is also the head.
+at each width. The logits may shrink: at the initial weights, as 1 / sqrt(width), as the weights of the head do not.
 """
 
 import math
