@@ -94,10 +94,8 @@ class ModelConfig:
     n_head: int = positive(12)  # number of attention heads; must divide n_embd, unless head_dim is given
     n_embd: int = positive(768)  # width of the residual stream
     block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
-    vocab_size: int | str = count_or_auto(
-        AUTO
-    )  # V: rows of the embedding of tokens; auto: the tokenizer's number of ids, rounded up to a
-    # multiple of 128 (of 64 below 1,024 ids)
+    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of the embedding of tokens; auto: the tokenizer's number of
+    # ids, rounded up to a multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
     tied: bool = True  # whether lm_head is wte; arXiv 1608.05859

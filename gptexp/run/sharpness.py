@@ -72,11 +72,8 @@ def measure(directory: Path, checkpoints: Sequence[Path], sequences: int | None 
     starts = dataset.order.train_starts(np.arange(sequences), dataset.seq_len)
     rows = torch.from_numpy(dataset.rows(dataset.train, starts).astype(np.int64)).to(device)
     start = masked_start(config.data, directory)
-    gpt = (
-        GPT(config.model, partial(chunked_cross_entropy, z_loss=config.train.z_loss), document_start=start)
-        .to(device)
-        .eval()
-    )
+    loss = partial(chunked_cross_entropy, z_loss=config.train.z_loss)
+    gpt = GPT(config.model, loss, document_start=start).to(device).eval()
     for path in checkpoints:
         state = checkpoint.load_state(path)
         checkpoint.refuse_other_size(path, count_parameters(config.model))
