@@ -98,14 +98,14 @@ class ModelConfig:
     # ids, rounded up to a multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
-    tied: bool = True  # whether lm_head is wte; arXiv 1608.05859
+    tied: bool = True  # whether the head's weights are the embedding's; arXiv 1608.05859
     norm: str = choice("layernorm", "rmsnorm")  # rmsnorm divides by the root mean square (arXiv 1910.07467), and has no
     # bias
     norm_eps: float = positive(1e-5)  # added to the variance or the mean square
     norm_weight: bool = True  # whether norms multiply by a weight; false: nor do they add a bias; arXiv 2402.00838
     residual_norm: str = choice("pre", "post", "pre_post")  # where a branch has its norm: before it; after it, as in
     # OLMo 2 (arXiv 2501.00656); or both, as in Gemma 2 (arXiv 2408.00118)
-    position: str = choice("learned", "rope", "none")  # how attention knows positions: an embedding wpe; rotated
+    position: str = choice("learned", "rope", "none")  # how attention knows positions: an embedding; rotated
     # queries and keys (arXiv 2104.09864); by the causal mask alone (arXiv 2203.16634)
     rope_theta: float = positive(10_000.0)  # rope: its longest wave is about 2 pi rope_theta tokens
     rope_scaling: Any = None  # rope: {factor: …, low_freq_factor: …, high_freq_factor: …,

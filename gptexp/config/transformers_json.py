@@ -11,6 +11,7 @@ from gptexp.process.words import listed, shown
 
 CONFIG_JSON, GENERATION_CONFIG_JSON = "config.json", "generation_config.json"
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}  # `model.mlp` -> hidden_act
+PARTIAL = "partial_rotary_factor"  # the share of a head's numbers that RoPE turns
 _SAME = {"gelu_pytorch_tanh": "gelu_new"}  # the same function in torch's own kernel
 
 
@@ -130,10 +131,12 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
         raise _refusal("rope_parameters", found, "must be a JSON object")
     theta = found.get("rope_theta", content.get("rope_theta", 10_000.0))
     kind = found.get("rope_type", found.get("type", "default"))
-    scaling = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta")}
-    if content.get("partial_rotary_factor", 1) != 1 or (kind == "default" and scaling):
-        unknown = next(iter(scaling), "partial_rotary_factor")
-        raise _refusal(unknown, scaling.get(unknown, content.get(unknown)), "gptexp's RoPE has no such parameter")
+    for part in (found, content):
+        if part.get(PARTIAL, 1) != 1:
+            raise _refusal(PARTIAL, part[PARTIAL], "gptexp's RoPE turns all numbers of a head")
+    scaling = {key: value for key, value in found.items() if key not in ("rope_type", "type", "rope_theta", PARTIAL)}
+    if kind == "default" and scaling:
+        raise _refusal(*next(iter(scaling.items())), "gptexp's RoPE has no such parameter")
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3" or wrong_rope_scaling(scaling):
@@ -163,6 +166,8 @@ def _windows(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
         raise _refusal("layer_types", kinds, "must be a list with a kind for each of num_hidden_layers")
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     every = full[0] if full else None
+    if every == 1 and len(full) == len(kinds):
+        return {"window": None}
     if full != (list(range(every, len(kinds) + 1, every)) if every else []):
         raise _refusal("layer_types", kinds, "gptexp has full attention in every n-th layer, or in none")
     return {"window": window, "window_every": every}

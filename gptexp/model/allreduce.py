@@ -118,8 +118,9 @@ class Bucket:
 def buckets(m: ModelConfig, seq_len: int, first_bytes: float, bucket_bytes: float) -> list[Bucket]:
     """The buckets of DDP in the order of the backward pass, which ends with the embeddings.
 
-    A bucket is full once it has `bucket_bytes` of float32 gradients, the first one with `first_bytes`. wte is used in
-    the first operation of the backward pass (the head) and in the last one, so its gradient is known only at the end.
+    A bucket is full once it has `bucket_bytes` of float32 gradients, the first one with `first_bytes`. A tied
+    embedding is used in the first operation of the backward pass (the head) and in the last one, so its gradient is
+    known only at the end.
     """
     limit, full, elements, done = first_bytes, list[Bucket](), 0, 0.0
     for size, done in _gradients(m, seq_len):

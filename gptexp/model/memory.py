@@ -96,8 +96,8 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
 
     The peak is at one of these points: after the backward pass of the loss, when all activations exist; with activation
     checkpointing, after the recomputation of the last block; at the end of the backward pass, when all gradients exist
-    and wte has a second one from the embedding; in the update, whose temporary tensors take the place of the
-    activations.
+    and an embedding that is also the head has a second one; in the update, whose temporary tensors take the place of
+    the activations.
     """
     parts, weights = _parts(m, step), 4 * count_parameters(m)
     if step.is_split:
@@ -260,7 +260,7 @@ def _split_moments(m: ModelConfig, optim: OptimConfig, step: StepShape, parts: _
             accumulated, new = 4 * count_parameters(m), width * largest
     sent = 2 if step.comm == "bfloat16" else 4
     # Gathered are the parameters of the root and of the next block, then also of the current block. Of the root's
-    # gradients, only that of wte waits, for the backward pass of the embedding.
+    # gradients, only that of a tied head waits, for the backward pass of the embedding.
     at_end = accumulated + width * vocab * c + new
     # When a block has all its gradients, its activations are free.
     left = parts.kept - parts.in_last + parts.in_layer
