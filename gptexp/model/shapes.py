@@ -36,6 +36,8 @@ BLOCK_NORMS = {
 }  # fmt: skip
 
 _MLPS = {"gelu": "GELU", "relu2": "ReLU²", "swiglu": "SwiGLU", "geglu": "GEGLU"}
+_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+_PLACES = {"pre": "", "post": " after the branches", "pre_post": " before and after the branches"}
 _OUTPUT = re.compile(r"(c_proj|o_proj|down_proj)\.weight")
 
 
@@ -110,8 +112,7 @@ def in_words(m: ModelConfig) -> str:
         besides = f" (none in block {', '.join(map(str, full))})" if m.window_every else ""
         parts = [
             {"rope": f"RoPE{theta}", "learned": "learned positions", "none": "no positions"}[m.position],
-            {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[m.norm] + ("" if m.norm_weight else " without weights"),
-            {"pre": "", "post": "after the branches", "pre_post": "before and after the branches"}[m.residual_norm],
+            f"{_NORMS[m.norm]}{'' if m.norm_weight else ' without weights'}{_PLACES[m.residual_norm]}",
             {"none": "", "head": "norm of each query and key", "all": "norm of queries and keys"}[m.qk_norm],
             f"{_MLPS[m.mlp]} of {m.mlp_size:,}",
             counted(m.kv_heads, "head") + " of keys" if m.kv_heads != m.n_head else "",

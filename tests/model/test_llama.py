@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import QUERIES, build_masks, causal_attention
+from gptexp.model.generate import Sampling, generate
 from gptexp.model.gpt import GPT
 from gptexp.model.llama import rotate, rotation
 from gptexp.model.loss import LOSSES, chunked_cross_entropy, plain_cross_entropy
@@ -49,6 +50,17 @@ def test_a_token_after_a_cache_has_the_logits_of_the_whole_text(name: str) -> No
     whole, cache = model(x), model.empty_cache(2, 40)
     found = [model.logits(x[:, :11], cache), *(model.logits(x[:, t : t + 1], cache) for t in range(11, 40))]
     torch.testing.assert_close(torch.stack(found, 1), whole[:, 10:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "positions"])
+def test_a_text_goes_on_beyond_the_block(name: str) -> None:
+    """The model then sees the last tokens that fit, from position 0."""
+    model, text = built(replace(LLAMA, **BLOCKS[name])), tokens(1, 30)[0].tolist()
+    found = [column[0] for column in generate(model, text, LLAMA.vocab_size, None, 1, Sampling(25, temperature=0.0))]
+    for number, token in enumerate(found):
+        with torch.no_grad():
+            newest = torch.tensor([[*text, *found[:number]][-LLAMA.block_size :]])
+            assert token == int(model(newest)[0, -1].argmax())
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -154,7 +166,7 @@ def test_initial_weights_are_those_of_the_paper(name: str) -> None:
         assert torch.equal(drawn, p), name_
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("loss", ["plain", "chunked", pytest.param("fused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.1), (2.0, 0.0), (2.0, 0.1)])
 def test_softcap_and_z_loss_are_those_of_their_definitions(loss: str, softcap: float | None, z_loss: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -254,17 +254,21 @@ def gradients(model: GPT, step: int) -> None:
         p.grad = torch.randn_like(p)
 
 
-def tiny(seed: int = 0) -> GPT:
+def tiny(seed: int = 0, m: ModelConfig = TINY) -> GPT:
     torch.manual_seed(seed)
-    return GPT(TINY)
+    return GPT(m)
 
 
-def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+GATED = replace(TINY, norm="rmsnorm", position="rope", mlp="swiglu", qk_norm="head", tied=False)
+
+
+@pytest.mark.parametrize(("m", "count"), [(TINY, 4), (GATED, 7)])
+def test_muon_updates_the_matrices_of_the_blocks_and_adamw_the_rest(m: ModelConfig, count: int) -> None:
     c = config("muon", lr=0.02)
-    model, twin = tiny(), tiny()
+    model, twin = tiny(m=m), tiny(m=m)
     joined = build_optimizer(model, c, False)
-    matrices = [p for n, p in twin.named_parameters() if n.startswith("h.") and p.dim() == 2]
-    assert len(matrices) == 4
+    matrices = [p for n, p in twin.named_parameters() if n.startswith(("h.", "layers.")) and p.dim() == 2]
+    assert len(matrices) == count
     others = {dim: [p for n, p in twin.named_parameters() if p.dim() == dim and all(p is not m for m in matrices)]
               for dim in (2, 1)}  # fmt: skip
     muon = torch.optim.Muon(matrices, 0.02, 0.1, adjust_lr_fn="match_rms_adamw")

@@ -173,7 +173,7 @@ def test_a_run_says_what_its_block_is(tiny: list[str], tmp_path: Path, capsys: p
     run_dir.save_config(tmp_path / "run", compose(argv))
     assert train_here(argv, tmp_path / "run") == 0
     assert (
-        "block           RoPE (theta 10,000), LayerNorm, before and after the branches, GEGLU of 64, window of 5 "
+        "block           RoPE (theta 10,000), LayerNorm before and after the branches, GEGLU of 64, window of 5 "
         "(none in block 2)\n"
     ) in (said := capsys.readouterr().out)
     assert re.search(r"documents +attention stays within each; that of a layer takes [0-9.]+ ms in place of", said)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, ForkServer
+from blocks import BLOCKS
+from conftest import ROOT, ForkServer, e2e_then_slow
 
 from gptexp import coordcheck
 from gptexp.config.schema import ModelConfig
@@ -131,6 +132,17 @@ def test_the_standard_parametrisation_fails_and_mup_passes(
     assert all(seed[5] > 3 * seed[0] for seeds in logits for seed in seeds), "it has not trained"
     said = capsys.readouterr().out
     assert ("PASS" in said, "FAIL" in said) == (passes, not passes)
+
+
+@pytest.mark.parametrize("name", e2e_then_slow([name for name in BLOCKS if name != "all else"]))
+def test_each_block_passes_in_mup_and_fails_in_the_standard_parametrisation(tmp_path: Path, name: str) -> None:
+    """With two heads of queries to one of keys at each width, where a block has groups."""
+    own = ["data=text", f"data.path='{ROOT}/gptexp/**/*.py'", "train.device=cpu", "model.n_head=2", "model.n_embd=32",
+           *BLOCKS[name]]  # fmt: skip
+    for passes in (False, True):
+        chosen = f"model.parametrisation={'mup' if passes else 'standard'}"
+        code, numbers = checked(tmp_path / chosen, "--widths", "64,128,256", "--seeds", "6", *own, chosen)
+        assert code == (0 if passes else 1), numbers["failures"]
 
 
 @pytest.mark.slow
