@@ -11,6 +11,7 @@ import torch
 
 from gptexp.command.critical import Verdict, judge_batch
 from gptexp.command.prediction import Computing, Prediction, predict
+from gptexp.config.blocks import in_words
 from gptexp.config.fitted import fitted_warnings, other_text
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import lr_in_words, scaled_optim
@@ -29,7 +30,7 @@ from gptexp.model.allreduce import Alone
 from gptexp.model.flops import flops_per_token
 from gptexp.model.gpus import UNKNOWN_GPU, Gpu
 from gptexp.model.memory import Memory
-from gptexp.model.shapes import count_parameters, in_words
+from gptexp.model.shapes import count_parameters
 from gptexp.process.cores import count_cores
 from gptexp.process.errors import ConfigError, DataError, UserError, first_line
 from gptexp.process.fields import AUTO

@@ -16,6 +16,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from gptexp.config.blocks import in_words
 from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, DataConfig
@@ -34,7 +35,7 @@ from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import to_transformers
 from gptexp.model.loss import perplexity
 from gptexp.model.parametrisation import describe
-from gptexp.model.shapes import count_parameters, in_words
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from gptexp.config.blocks import in_words
 from gptexp.config.compose import compose
 from gptexp.config.metrics import Metric
 from gptexp.config.run_plan import plan_run
@@ -30,7 +31,6 @@ from gptexp.config.schema import Config
 from gptexp.data.loader import build_dataset
 from gptexp.data.prepare import prepare
 from gptexp.loggers.run_log import peak_memory_gib
-from gptexp.model.shapes import in_words
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import at_parents_death, ended_in_order

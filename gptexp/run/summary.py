@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gptexp.config.blocks import in_words
 from gptexp.config.noise_scale import why_unmeasured
 from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schema import Config, to_dict
@@ -17,7 +18,7 @@ from gptexp.machine.ceilings import mask_ms
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation
 from gptexp.model.parametrisation import describe
-from gptexp.model.shapes import count_parameters, in_words
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import CheckpointError, ConfigError, StorageError
 from gptexp.process.terminal import as_command, warn
 from gptexp.process.versions import git_commit, versions

@@ -141,7 +141,9 @@ def test_each_block_passes_in_mup_and_fails_in_the_standard_parametrisation(tmp_
            *BLOCKS[name]]  # fmt: skip
     for passes in (False, True):
         chosen = f"model.parametrisation={'mup' if passes else 'standard'}"
-        code, numbers = checked(tmp_path / chosen, "--widths", "64,128,256", "--seeds", "6", *own, chosen)
+        code, numbers = checked(
+            tmp_path / chosen, "--widths", "64,128,256", "--seeds", "6", "--lr", "3e-3", *own, chosen
+        )
         assert code == (0 if passes else 1), numbers["failures"]
 
 

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
+from gptexp.config.blocks import in_words
 from gptexp.config.paths import config_flags
+from gptexp.config.schema import ModelConfig
 from gptexp.config.spelling import as_typed
 from gptexp.process.terminal import as_command, printable
 from gptexp.process.words import counted, duration
@@ -167,7 +169,9 @@ def _as_scaled(arms: Sequence[Arm]) -> Iterator[tuple[str, str]]:
 def _model(run: Run) -> str:
     layers, width = counted(run.config["model.n_layer"], "layer"), run.config["model.n_embd"]
     size = run.summary.get("parameters")
-    return f"{layers}, width {width:,}" + (f", {counted(size, 'parameter')}" if size else "")
+    block = in_words(ModelConfig(**{f.name: run.config.get(f"model.{f.name}", f.default) for f in fields(ModelConfig)}))
+    parts = [f"{layers}, width {width:,}", counted(size, "parameter") if size else "", block]
+    return ", ".join(part for part in parts if part)
 
 
 def _each(texts: Iterable[str], plural: str) -> str:
