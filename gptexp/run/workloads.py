@@ -47,5 +47,10 @@ GPU_WORKLOADS = {
         f"gpt2_b{b}": Workload(f"GPT-2 124M at T=1024, micro-batch {b}", _gpt2("gpt2", b), 30)
         for b in (16, 32, 64, 128)
     },
+    "llama_124m_b64": Workload(
+        "Llama 124M at T=512, micro-batch 64",
+        ("model=llama_124m", "batch.micro_batch_size=64", "batch.total_batch_size=32768"),
+        30,
+    ),
     "gpt2_xl": Workload("GPT-2 1.5B at T=1024, micro-batch 12", _gpt2("gpt2_xl", 12), 10),
 }
