@@ -95,7 +95,7 @@ class LayerCache:
             # The queries that share a head of keys are its only queries: no mask, and no copies of the keys.
             grouped = q.to(keys.dtype).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (B, heads of keys, H / …, D)
             y = F.scaled_dot_product_attention(grouped, keys[:, :, newest], values[:, :, newest], scale=scale)
-            return y.view(q.shape)
+            return y.reshape(q.shape)
 
 
 class Context(NamedTuple):
