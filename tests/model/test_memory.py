@@ -79,9 +79,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     ("m", "batch"),
     [
         (DEEP, 6),
-        pytest.param(WIDE, 10, marks=pytest.mark.e2e),
-        pytest.param(DEEP, 48, marks=pytest.mark.e2e),
-        pytest.param(LARGE, 1, marks=pytest.mark.e2e),
+        pytest.param(WIDE, 10, marks=pytest.mark.slow),
+        pytest.param(DEEP, 48, marks=pytest.mark.slow),
+        pytest.param(LARGE, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_estimate_counts_every_tensor_of_other_blocks(m: ModelConfig, batch: int, name: str) -> None:

@@ -43,7 +43,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tiny: list[str], tmp_path: Path, 
     assert equal(tmp_path / "run", half)
 
 
-@pytest.mark.parametrize("name", e2e_then_slow(["qwen3", "all else", "nanochat"], e2e=2))
+@pytest.mark.parametrize("name", e2e_then_slow(["all else", "qwen3", "nanochat"]))
 def test_a_killed_run_on_two_ranks_ends_with_the_same_bits(
     gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, name: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_killed_run_on_two_ranks_ends_with_the_same_bits(
     assert equal(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize("name", e2e_then_slow(["qwen3", "all else", "olmo2"], e2e=2))
+@pytest.mark.parametrize("name", e2e_then_slow(["qwen3", "all else", "olmo2"]))
 def test_a_split_model_trains_and_samples_as_a_whole_one(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
 ) -> None:
@@ -84,8 +84,7 @@ def test_a_split_model_trains_and_samples_as_a_whole_one(
     assert said[0] == said[1]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", ["llama", "qwen3", "all else"])
+@pytest.mark.parametrize("name", e2e_then_slow(["all else", "llama", "qwen3"]))
 def test_a_step_does_not_depend_on_micro_batch_and_ranks(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, name: str
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from blocks import BLOCKS
-from conftest import ROOT, ForkServer, e2e_then_slow
+from conftest import ROOT, ForkServer
 
 from gptexp import coordcheck
 from gptexp.config.schema import ModelConfig
@@ -134,7 +134,8 @@ def test_the_standard_parametrisation_fails_and_mup_passes(
     assert ("PASS" in said, "FAIL" in said) == (passes, not passes)
 
 
-@pytest.mark.parametrize("name", e2e_then_slow([name for name in BLOCKS if name != "all else"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "all else"])
 def test_each_block_passes_in_mup_and_fails_in_the_standard_parametrisation(tmp_path: Path, name: str) -> None:
     """With two heads of queries to one of keys at each width, where a block has groups."""
     own = ["data=text", f"data.path='{ROOT}/gptexp/**/*.py'", "train.device=cpu", "model.n_head=2", "model.n_embd=32",
