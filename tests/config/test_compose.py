@@ -289,6 +289,8 @@ def needs(choice: str, corpus: Path) -> list[str]:
         extra += ["train.max_tokens=300_000_000_000"]
     if group == "model" and name.startswith("gpt"):
         extra += ["batch=gpt3_3m", "train.max_tokens=1_000_000_000"]
+    if name in ("llama_1b", "qwen3_0.6b", "smollm2_135m", "olmo2_190m", "nanochat_d12"):  # their contexts are long
+        extra += ["batch.micro_batch_size=1"]
     if name == "gpt2_124m":
         extra += ["world=ddp8"]
     return extra

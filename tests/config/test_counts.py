@@ -19,11 +19,11 @@ from gptexp.sweep.grid import compose_cells
 
 INT = {key: f for key, f, _, _ in every_key() if int in (f.type, *getattr(f.type, "__args__", ()))}
 
-# The keys whose value is the size of a batch in tokens.
+# The keys whose value is the size of a batch or of a context in tokens.
 SIZES_OF_BATCHES = {
     "batch.total_batch_size", "batch.ramp_from_tokens", "batch.ramp_quantum_tokens", "scaling.reference_tokens",
     "scaling.noise_scale_tokens", "fitted.min_batch_tokens", "fitted.max_batch_tokens",
-    "model.block_size", "batch.seq_len", "optim.gradient_noise_like_batch",
+    "model.block_size", "model.window", "batch.seq_len", "optim.gradient_noise_like_batch",
 }  # fmt: skip
 
 
