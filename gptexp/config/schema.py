@@ -54,7 +54,7 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
 
-GATE_MULTIPLE = 64  # 8/3 of the width, where no one gives the width of a gated MLP, is rounded up to a multiple of this
+GATE_MULTIPLE = 64  # the default width of a gated MLP, 8/3 of n_embd, is rounded up to a multiple of this
 
 NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
 

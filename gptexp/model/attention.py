@@ -4,7 +4,7 @@ B batch, T time, H heads, D head size. Keys and values may have fewer heads, eac
 queries. The scale None is torch's default, 1 / sqrt(D).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,12 @@ def causal_attention(
     return torch.cat(parts, dim=2)
 
 
+def chunks(t: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """Yield the chunks of `t` queries: the first key that one of them sees, the first query, and the end of both."""
+    for first in range(0, t, QUERIES):
+        yield 0 if window is None else max(0, first - window + 1), first, min(first + QUERIES, t)
+
+
 def build_masks(t: int, window: int | None, documents: Tensor | None, like: Tensor) -> list[Tensor] | None:
     """What each chunk of queries adds to its scores: 0, and minus infinity for keys that a query does not see.
 
@@ -43,10 +49,8 @@ def build_masks(t: int, window: int | None, documents: Tensor | None, like: Tens
     if documents is None and (window is None or window >= t):
         return None
     masks, position = [], torch.arange(t, device=like.device)
-    for first in range(0, t, QUERIES):
-        start = 0 if window is None else max(0, first - window + 1)
-        queries = slice(first, min(first + QUERIES, t))
-        keys = slice(start, queries.stop)
+    for start, first, end in chunks(t, window):
+        queries, keys = slice(first, end), slice(start, end)
         distance = position[queries, None] - position[keys]
         seen = (distance >= 0) & (distance < (window or t))
         if documents is not None:

@@ -88,6 +88,7 @@ class GPT(nn.Module):
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing
         self.document_start = document_start
+        self.windows = {cfg.window_of(number) for number in range(cfg.n_layer)}
         self.names, block = names_of(cfg), Block if cfg.is_gpt2 else LlamaBlock
         self.add_module(self.names.tokens, nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd))
         if cfg.position == "learned":
@@ -154,7 +155,8 @@ class GPT(nn.Module):
         tokens and `x` together are at most block_size tokens.
         """
         before = cache[0].length if cache else 0
-        if cache and self.document_start is not None and bool((x[:, 1:] == self.document_start).any()):
+        start = self.document_start if cache and x.shape[1] > 1 else None  # one token: no wait for the device
+        if start is not None and bool((x[:, 1:] == start).any()):
             raise ValueError("an end of text within a text: the cache is for one document")
         if before + x.shape[1] > self.cfg.block_size:
             raise ValueError(f"{before + x.shape[1]} tokens: the model has model.block_size={self.cfg.block_size}")
@@ -179,8 +181,8 @@ class GPT(nn.Module):
     def _masks(self, x: Tensor, h: Tensor) -> dict[int | None, list[Tensor] | None]:
         """The masks of each kind of window for the tokens `x` (B, T), whose residual stream is `h`."""
         documents = None if self.document_start is None else (x == self.document_start).cumsum(1)
-        windows = dict.fromkeys(map(self.cfg.window_of, range(self.cfg.n_layer)))
-        return {window: build_masks(x.shape[1], window, documents, lowered(h)) for window in windows}
+        like = lowered(h[:0])  # no numbers: only their type and device are needed
+        return {window: build_masks(x.shape[1], window, documents, like) for window in self.windows}
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T) given the inputs `x` (B, T), a scalar in nats.

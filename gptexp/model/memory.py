@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import QUERIES
+from gptexp.model.attention import chunks
 from gptexp.model.loss import chunk_rows
 from gptexp.model.optimizer_state import most_state_bytes, rows_of, state_bytes, update_bytes
 from gptexp.model.shapes import block_parameters, count_parameters, linear_layers, parameter_shapes
@@ -134,13 +134,9 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
         compiled = step.loss == "fused" or (compiles_loss and step.device != "cpu")
         bytes_per_logit = 2 * width if compiled else 6 if step.dtype == "bfloat16" else 4
         capped = 2 * width if m.logit_softcap else 0  # the slopes of the cap, and their product with the softmax
-        scratch = chunk_rows(tokens, step.device) * vocab * bytes_per_logit
-        loss = (
-            scratch
-            + chunk_rows(tokens, step.device) * vocab * capped
-            + (4 + (width if step.is_split else 4)) * vocab * c
-            + 2 * tokens * c * width
-        )
+        logits = chunk_rows(tokens, step.device) * vocab
+        scratch, gradients = logits * bytes_per_logit, (4 + (width if step.is_split else 4)) * vocab * c
+        loss = scratch + logits * capped + gradients + 2 * tokens * c * width
     else:
         # Compiled: the logits in the compute type, and on a CPU their gradient beside them; a GPU writes it over them.
         # Else in float32: the log-softmax, the gradient of the gathered entries and the gradient of the logits.
@@ -168,9 +164,7 @@ def _mask_bytes(m: ModelConfig, step: StepShape) -> int:
     numbers, t = 0, step.seq_len
     for window in windows:
         if step.document_mask or (window or t) < t:
-            for first in range(0, t, QUERIES):
-                end = min(first + QUERIES, t)
-                numbers += (end - first) * (end - (0 if window is None else max(0, first - window + 1)))
+            numbers += sum((end - first) * (end - start) for start, first, end in chunks(t, window))
     return numbers * step.bytes_per_number * (step.micro_batch_size if step.document_mask else 1)
 
 
