@@ -61,6 +61,7 @@ NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word tha
 # The kernels of attention, each with the devices that have it.
 ATTENTION_DEVICES = {
     "cudnn": ("cuda",), "flash": ("cuda", "cpu"), "efficient": ("cuda",), "math": ("cuda", "cpu", "mps"),
+    "flex": ("cuda",),
 }  # fmt: skip
 
 
@@ -356,7 +357,8 @@ class TrainConfig:
     deterministic: bool = False  # torch's deterministic algorithms: slower, but each run on GPUs gives the same bits
     dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 where the hardware computes it faster
     matmul_precision: str = choice("auto", "highest", "high", "medium")  # for float32, in torch's names; high: TF32
-    attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernel; if set, no other is used in training
+    attention: str = choice("auto", *ATTENTION_DEVICES)  # torch's kernel; if set, no other is used in training.
+    # flex: FlexAttention, which skips blocks of keys that a window or another document hides; compiled models only
     compile: str = choice("auto", "on", "off")  # torch.compile; auto: on for GPUs, and where it shortens a run on CPUs
     loss: str = choice("auto", "plain", "chunked", "fused")  # chunked: keeps no logits; fused: chunked, with compiled
     # passes over each chunk; auto: GPU: plain (chunked if compiled with world.sharding=full); CPU: plain for small

@@ -14,7 +14,7 @@ from torch import Tensor
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.device import is_out_of_memory
-from gptexp.model.attention import build_masks, causal_attention
+from gptexp.model.attention import build_block_mask, build_masks, causal_attention
 from gptexp.model.kernels import KERNELS, attention_kernel
 from gptexp.model.shapes import linear_layers
 
@@ -93,13 +93,16 @@ def attention_ms(
     return measured
 
 
-def mask_ms(m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def mask_ms(
+    m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype, flex: bool
+) -> tuple[float, float]:
     """Milliseconds of one layer's attention, forward and backward: across documents, and within them.
 
     Draws no random numbers, so that a run that measures it trains as one that does not.
     """
     documents = torch.zeros((batch, seq_len), dtype=torch.int64, device=device)
-    across, within = (_attention(m, batch, seq_len, device, dtype, torch.ones, given) for given in (None, documents))
+    shape = (m, batch, seq_len, device, dtype, torch.ones)
+    across, within = (_attention(*shape, given, flex) for given in (None, documents))
     return 1e3 * median_s(across), 1e3 * median_s(within)
 
 
@@ -111,17 +114,19 @@ def _attention(
     dtype: torch.dtype,
     numbers: Callable[..., Tensor],
     documents: Tensor | None = None,
+    flex: bool = False,
 ) -> Callable[[], None]:
     """A call of a layer's attention and its backward pass on `numbers`, such as `torch.randn`."""
     heads = (m.n_head, m.kv_heads, m.kv_heads)
     # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
     of_all = numbers((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
     q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
-    masks = build_masks(seq_len, m.window, documents, of_all)
+    masks = (build_block_mask if flex else build_masks)(seq_len, m.window, documents, of_all)
+    attend = torch.compile(causal_attention, fullgraph=True, dynamic=False) if flex else causal_attention
     grad = numbers((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
 
     def forward_backward() -> None:
-        y = causal_attention(q, k, v, None, masks=masks)
+        y = attend(q, k, v, None, masks=masks)
         torch.autograd.grad(y, (q, k, v), grad)
 
     return forward_backward

@@ -145,7 +145,10 @@ def _kernels(
         before.attention if before else None,
         lambda: _best_kernel(device, dtype, compiled, cfg.seq_len),
     )
-    _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
+    if attention.value == "flex":
+        _check_flex(cfg, device.type, compiled)
+    else:
+        _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
     loss = _choose(cfg.train.loss, before.loss if before else None, lambda: _loss(cfg, device.type, dtype, compiled))
     return attention, loss
 
@@ -279,6 +282,20 @@ def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: floa
         raise ConfigError(
             f"train.attention={name}: has no dropout on a CPU, and model.dropout={dropout:g}; use train.attention=auto"
         )
+
+
+def _check_flex(cfg: Config, device: str, compiled: bool) -> None:
+    """Raise `ConfigError` unless FlexAttention serves: on this device, compiled, for masks, and without dropout."""
+    if missing := missing_kernel("flex", device):
+        raise ConfigError(missing)
+    reasons = {
+        "is for a compiled model; use train.compile=on": not compiled,
+        "is for masks; set model.window or data.document_mask=true": not (cfg.model.window or cfg.data.document_mask),
+        f"has no dropout, and model.dropout={cfg.model.dropout:g}; use model.dropout=0": cfg.model.dropout > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"train.attention=flex: {reason}, or train.attention=auto")
 
 
 def _best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int) -> tuple[str, str]:

@@ -10,18 +10,26 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 QUERIES = 256  # in a chunk, where attention has a mask: only the keys that a chunk may see are read
 
+Masks = Sequence[Tensor] | BlockMask
+
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float = 0.0, masks: Sequence[Tensor] | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float = 0.0, masks: Masks | None = None
 ) -> Tensor:
     """Attention of the queries (B, H, T, D) of all tokens to themselves and to earlier tokens; returns the same shape.
 
-    `masks` are those of `build_masks`; None: a token sees all earlier ones. `dropout` is a probability.
+    `masks` are those of `build_masks` or, without dropout, `build_block_mask`; None: a token sees all earlier ones.
+    `dropout` is a probability.
     """
-    options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    is_grouped = q.shape[1] != k.shape[1]
+    if isinstance(masks, BlockMask):
+        y: Tensor = flex_attention(q, k, v, block_mask=masks, scale=scale, enable_gqa=is_grouped)
+        return y
+    options: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "enable_gqa": is_grouped}
     if masks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     parts, end = [], 0
@@ -59,6 +67,19 @@ def build_masks(t: int, window: int | None, documents: Tensor | None, like: Tens
     return masks
 
 
+def build_block_mask(t: int, window: int | None, documents: Tensor | None, like: Tensor) -> BlockMask | None:
+    """The mask of `build_masks` for FlexAttention, which reads only the blocks of 128 keys that some query may see."""
+    if documents is None and (window is None or window >= t):
+        return None
+
+    def is_seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (query - key < (window or t))
+        return seen if documents is None else seen & (documents[row, query] == documents[row, key])
+
+    rows = None if documents is None else documents.shape[0]
+    return create_block_mask(is_seen, rows, None, t, t, device=like.device)
+
+
 class LayerCache:
     """Keys and values of all tokens so far in one attention layer, for generation.
 
@@ -87,7 +108,7 @@ class LayerCache:
         return self.keys[:b, :, : self.length], self.values[:b, :, : self.length]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, masks: Sequence[Tensor] | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, masks: Masks | None, window: int | None
     ) -> Tensor:
         """Add the keys and values of T tokens, and attend with their queries to all so far, or the newest `window`."""
         is_first = self.length == 0
@@ -106,7 +127,7 @@ class Context(NamedTuple):
     """What a block needs beside the residual stream."""
 
     turn: Tensor | None = None  # RoPE's cosines and sines at the tokens' positions, (2, T, 1, D / 2); None: no RoPE
-    masks: Mapping[int | None, Sequence[Tensor] | None] = {}  # a block's window -> its masks, which its blocks share
+    masks: Mapping[int | None, Masks | None] = {}  # a block's window -> its masks, which its blocks share
     cache: LayerCache | None = None
 
 

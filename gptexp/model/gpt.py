@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gptexp.config.schema import ModelConfig
-from gptexp.model.attention import Context, LayerCache, attend, build_masks
+from gptexp.model.attention import Context, LayerCache, Masks, attend, build_block_mask, build_masks
 from gptexp.model.layers import Linear, build_norm, gelu, lowered, widened
 from gptexp.model.llama import LlamaBlock, rotation
 from gptexp.model.loss import plain_cross_entropy, softcapped
@@ -78,16 +78,19 @@ class GPT(nn.Module):
         loss: Loss = plain_cross_entropy,
         activation_checkpointing: int = 0,
         document_start: int | None = None,
+        flex: bool = False,
     ) -> None:
         """`activation_checkpointing=n`: every n-th block keeps only its input and is recomputed; 0: none.
 
         `document_start` is the id with which a document begins, if attention must not leave it; None: it may.
+        `flex`: masks are those of FlexAttention, which only a compiled model computes fast.
         """
         super().__init__()
         self.cfg = cfg
         self.loss = loss
         self.activation_checkpointing = activation_checkpointing
         self.document_start = document_start
+        self.build_masks = build_block_mask if flex else build_masks
         self.windows = {cfg.window_of(number) for number in range(cfg.n_layer)}
         self.names, block = names_of(cfg), Block if cfg.is_gpt2 else LlamaBlock
         self.add_module(self.names.tokens, nn.Embedding(cfg.resolved_vocab_size, cfg.n_embd))
@@ -166,7 +169,8 @@ class GPT(nn.Module):
             h = h + self.get_submodule(self.names.positions)(torch.arange(now.start, now.stop, device=x.device))
         h = F.dropout(widened(h), self.cfg.dropout, self.training)
         turn = None if self.rotation is None else self.rotation[:, now]
-        masks = {} if before else self._masks(x, h)  # a single token after others needs none
+        # A single token after others needs none, and the first tokens in a cache are not compiled.
+        masks = {} if before else self._masks(x, h, build_masks if cache else self.build_masks)
         for number, block in enumerate(self.blocks):
             context = Context(turn, masks, cache[number] if cache else None)
             every = self.activation_checkpointing
@@ -178,11 +182,11 @@ class GPT(nn.Module):
         out: Tensor = self.get_submodule(self.names.norm)(h)
         return out if self.output_factor == 1 else out * self.output_factor
 
-    def _masks(self, x: Tensor, h: Tensor) -> dict[int | None, list[Tensor] | None]:
+    def _masks(self, x: Tensor, h: Tensor, build: Callable[..., Masks | None]) -> dict[int | None, Masks | None]:
         """The masks of each kind of window for the tokens `x` (B, T), whose residual stream is `h`."""
         documents = None if self.document_start is None else (x == self.document_start).cumsum(1)
         like = lowered(h[:0])  # no numbers: only their type and device are needed
-        return {window: build_masks(x.shape[1], window, documents, like) for window in self.windows}
+        return {window: build(x.shape[1], window, documents, like) for window in self.windows}
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T) given the inputs `x` (B, T), a scalar in nats.

@@ -160,6 +160,8 @@ def _parts(m: ModelConfig, step: StepShape) -> _Parts:
 
 def _mask_bytes(m: ModelConfig, step: StepShape) -> int:
     """Bytes of the masks of attention, of which each kind of window has one for all its blocks."""
+    if step.attention == "flex":  # a few bytes for each block of 128 queries and 128 keys
+        return 0
     windows = {m.window_of(number) for number in range(m.n_layer)}
     numbers, t = 0, step.seq_len
     for window in windows:
@@ -179,7 +181,7 @@ def _token_in_block(m: ModelConfig, step: StepShape) -> int:
     c, width, norms = m.n_embd, step.bytes_per_number, 2 * _norm_bytes(m, step, m.n_embd, is_stream=False)
     queries, keys = m.n_head * m.head_size, m.kv_heads * m.head_size
     numbers = 2 * queries + 2 * keys + m.mlp_size * (4 - step.compiled if m.has_gate else 2)
-    if m.window is not None or step.document_mask:
+    if step.attention != "flex" and (m.window is not None or step.document_mask):
         numbers += queries  # the outputs of the chunks of queries, beside what they are joined to
     kept = 4 * m.n_head
     if m.residual_norm != "post":

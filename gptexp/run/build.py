@@ -170,7 +170,8 @@ def _unseeded(cfg: Config, effective: Effective) -> GPT:
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
     of_step = partial(LOSSES[effective.loss.value], z_loss=cfg.train.z_loss)
-    return GPT(model, of_step, cfg.train.recomputed_every, masked_start(cfg.data))
+    flex = effective.attention.value == "flex"
+    return GPT(model, of_step, cfg.train.recomputed_every, masked_start(cfg.data), flex)
 
 
 def _cache_key(cfg: Config, effective: Effective) -> str:

@@ -99,7 +99,7 @@ def _sharding(cfg: Config, effective: Effective, t: Training) -> str:
 def _documents(cfg: Config, effective: Effective, t: Training) -> str:
     """The mask of documents, and what it costs here."""
     shape = (t.plan.batch.micro_batch_size, t.plan.batch.seq_len, t.device, getattr(torch, effective.dtype.value))
-    across, within = mask_ms(cfg.model, *shape)
+    across, within = mask_ms(cfg.model, *shape, flex=effective.attention.value == "flex")
     return (
         f"attention stays within each; that of a layer takes {within:.2f} ms in place of {across:.2f}, measured now "
         "for a micro-batch, forward and backward"

@@ -216,3 +216,15 @@ def test_a_trace_contains_the_kernels_of_the_gpu(gptexp: Gptexp, tiny: list[str]
     [found] = events(tmp_path / "out", "profile")
     assert len(found["operations"]) == 10
     assert sum(operation["share"] for operation in found["operations"]) > 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flexattention_trains_as_masks_in_chunks(gptexp: Gptexp, tiny: list[str], tmp_path: Path, dtype: str) -> None:
+    shape = ["model.n_layer=2", "model.n_embd=64", "model.block_size=160", "model.window=40", "model.window_every=2",
+             "batch.total_batch_size=1280", "data.document_mask=true", "data.val_tokens=320"]  # fmt: skip
+    for kernel in ("auto", "flex"):
+        done = gptexp("train", *tiny, *shape, "train.max_steps=20", "train.device=cuda", f"train.dtype={dtype}",
+                      f"train.attention={kernel}", "train.compile=on", f"hydra.run.dir={kernel}")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    for a, b in zip(events(tmp_path / "auto", "step"), events(tmp_path / "flex", "step"), strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-3 if dtype == "float32" else 1e-2)
