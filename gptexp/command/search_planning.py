@@ -83,11 +83,13 @@ def _print_plan(
     chosen = law_sizes(sizes) if sweeper.law else sizes
     runs = [planned for at in plans.values() for batch, planned in at.items() if batch in chosen]
     tokens = sorted({planned.run.tokens for planned in runs})
-    done = 0 if history is None else len(history.decisions)
+    decisions = [] if history is None else history.decisions
+    places = {(arm, batch) for arm, at in plans.items() for batch in at}
+    done = sum(decision.place in places for decision in decisions)  # not those of other arms
     at_once = min(at_once, FEWEST_RUNS * len(runs))  # further runs wait for the results of earlier ones
     counts = [max(len(runs), factor * len(runs) - done) for factor in (USUAL_RUNS, FEWEST_RUNS, MANY_RUNS)]
     seconds = [_seconds(runs, count, at_once) for count in counts]
-    if budget is not None and not done:
+    if budget is not None and not decisions:
         _refuse_small(budget, runs, at_once)
         of_all = {
             "runs": counts[1],

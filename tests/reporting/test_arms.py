@@ -13,13 +13,14 @@ import vl_convert
 from scipy import stats
 from sweeps import write_run
 
-from gptexp.config.schema import Config
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config, fields_of
 from gptexp.reporting.charts.batch_charts import NOISE_SCALE, arm_charts, noise_scale_lines
-from gptexp.reporting.listings.records import find_runs
+from gptexp.reporting.listings.records import Run, find_runs
 from gptexp.reporting.page.page import sections
 from gptexp.reporting.page.report import Report, build_report
 from gptexp.reporting.page.write import numbers, show
-from gptexp.reporting.statistics.analysis import Analysis, Arm, analyse
+from gptexp.reporting.statistics.analysis import Analysis, Arm, analyse, label_of
 from gptexp.reporting.statistics.arms import clearest_gap, falls_behind
 from gptexp.reporting.statistics.law import fit_law
 from gptexp.reporting.statistics.noise_scale import at_the_end
@@ -393,3 +394,24 @@ def test_the_best_learning_rate_over_widths_moves_in_one_arm_and_stays_in_the_ot
         assert factor["low"] < truth < factor["high"]
         assert factor["low"] < factor["value"] < factor["high"]
     assert "arms-n_embd-4096" in {figure.key for figure in report.figures}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        ("model=bytes", "model=bytes"),
+        ("model=bytes model.mlp=swiglu model.bias=false", "model=bytes, model.bias=false, model.mlp=swiglu"),
+        ("model=llama_bytes", "model=llama_bytes"),
+        ("model=llama_bytes model.mlp=gelu", "model=llama_bytes, model.mlp=gelu"),
+        ("model=modern_bytes model.window=16", "model=modern_bytes, model.window=16"),
+        ("model=bytes model.n_layer=3 model.n_head=1", "model=bytes, model.n_layer=3, model.n_head=1"),
+    ],
+)
+def test_an_arm_is_called_by_the_nearest_model_and_what_differs(overrides: str, label: str) -> None:
+    def flat(given: str) -> dict[str, Any]:
+        return {key: value for key, _, value in fields_of(compose(given.split()))}
+
+    others = [flat(given) for given in ("model=bytes", "model=llama_bytes", "model=modern_bytes model.window=32")]
+    own = flat(overrides)
+    choices = {k: v for k, v in own.items() if k.startswith("model.") and any(v != other[k] for other in others)}
+    assert label_of(choices, set(), Run("run", Path(), "completed", own)) == label

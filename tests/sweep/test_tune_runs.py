@@ -54,6 +54,12 @@ def test_a_search_that_is_killed_five_times_has_the_choices_and_answers_of_a_who
         count * 8192,
         json.loads((whole / "report.json").read_text())["answers"],
     )
+    more, other = (
+        json.loads(gptexp(*search(tiny, "whole", "--dry-run", "--json", *arm)).stdout)["runs"]
+        for arm in ([], ["optim.beta2=0.9,0.99"])
+    )
+    assert more == max(2, 2 * USUAL_RUNS - count)
+    assert other == 4 * USUAL_RUNS  # of other arms nothing is done
     for completed in (0, 1, 2, 4, 6):
         process = start(*search(tiny, "killed"))
         wait_for(lambda n=completed: len(begun(killed)) > n, process)  # type: ignore[misc]

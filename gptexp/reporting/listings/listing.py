@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -255,7 +255,22 @@ def model_name(model: ModelConfig) -> str:
 
 def model_option(model: ModelConfig) -> str | None:
     """The option of the group `model` that differs at most in the dropout and the parametrisation."""
-    return next((name for name, known in _known_models() if known == _shape(model)), None)
+    return next((name for name, (_, shape) in _known_models().items() if shape == _shape(model)), None)
+
+
+def nearest_model(model: ModelConfig) -> tuple[str | None, list[str]]:
+    """The option of the group `model` from which the model differs in the fewest keys of its shape, and these keys.
+
+    If an option says the same in other words, there are none. Without any option: None, and no keys.
+    """
+    if (same := model_option(model)) is not None:
+        return same, []
+    keys = [f.name for f in fields(ModelConfig) if f.name not in NOT_SHAPE]
+    changed = {
+        name: [key for key in keys if getattr(known, key) != getattr(model, key)]
+        for name, (known, _) in _known_models().items()
+    }
+    return min(changed.items(), key=lambda item: len(item[1]), default=(None, []))
 
 
 def _shape(model: ModelConfig) -> ModelConfig:
@@ -264,14 +279,15 @@ def _shape(model: ModelConfig) -> ModelConfig:
 
 
 @cache
-def _known_models() -> list[tuple[str, ModelConfig]]:
-    known = []
+def _known_models() -> dict[str, tuple[ModelConfig, ModelConfig]]:
+    """Option of the group `model` -> the model as its file has it, and its shape."""
+    known = {}
     for file in sorted((conf_dir() / "model").glob("*.yaml")):
         with suppress(OSError, ValueError, TypeError, KeyError):  # a wrong file in the user's copy of conf/
             content = read_yaml(file)
             vocab_size = padded(VOCAB_SIZES[content.get("data", {}).get("tokenizer", DataConfig.tokenizer)])
-            sizes = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
-            known.append((file.stem, _shape(sizes)))
+            model = ModelConfig(**{"vocab_size": vocab_size, **content["model"]})
+            known[file.stem] = model, _shape(model)
     return known
 
 
@@ -285,14 +301,14 @@ class Filter:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a key that no config has, or a value that its key cannot have."""
-        fields = fields_by_key()
+        known = fields_by_key()
         for key, text in self.where:
-            if key not in fields:
-                last = [known for known in fields if known.split(".")[-1] == key.split(".")[-1]]
-                close = last or difflib.get_close_matches(key, fields, n=1)
+            if key not in known:
+                last = [other for other in known if other.split(".")[-1] == key.split(".")[-1]]
+                close = last or difflib.get_close_matches(key, known, n=1)
                 hint = f"did you mean '{close[0]}'?" if close else "gptexp train --help lists all keys"
                 raise ConfigError(f"--where {shown(f'{key}={text}')}: unknown key '{shown(key)}'; {hint}")
-            kind = fields[key].type
+            kind = known[key].type
             if not any(fits_type(value, kind) for value in (_value(text), text, [text])):
                 raise ConfigError(
                     f"--where {shown(f'{key}={text}')}: must be of type {getattr(kind, '__name__', kind)}"

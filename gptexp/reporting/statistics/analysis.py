@@ -12,7 +12,7 @@ from gptexp.config.rules import confounds_of
 from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
 from gptexp.process.words import first_keys, shown
-from gptexp.reporting.listings.listing import NOT_SHAPE, model_option
+from gptexp.reporting.listings.listing import NOT_SHAPE, nearest_model
 from gptexp.reporting.listings.records import Run, differing_keys, has_diverged, tokenizers
 from gptexp.reporting.statistics.critical import Critical, critical_batch_size, steps_to
 from gptexp.reporting.statistics.curves import Cell, Curves, Outlier, fit_curves
@@ -135,15 +135,18 @@ class Arm:
 def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> str:
     """The `choices` of an arm, one of whose runs is `run`, in a few words.
 
-    The keys of a known model are replaced by its name, an option of the group `model`. `implied` keys are left out.
+    Keys of the model's shape are replaced by the nearest option of the group `model`, if the name and what differs from
+    it are fewer words. `implied` keys are left out.
     """
     choices = {key: value for key, value in choices.items() if key not in implied}
     if (name := choices.pop(OPTIMIZER, None)) is not None:
         choices = {"optim": name, **choices}
     sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
     model = ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
-    if len(sizes) > 1 and (option := model_option(model)) is not None:
-        choices = {"model": option, **{key: value for key, value in choices.items() if key not in sizes}}
+    option, changed = nearest_model(model)
+    replaced = [key for key in sizes if key.removeprefix("model.") not in changed]
+    if option is not None and len(replaced) > 1:
+        choices = {"model": option, **{key: value for key, value in choices.items() if key not in replaced}}
     return first_keys([f"{key}={shown(value)}" for key, value in choices.items()])
 
 
