@@ -22,7 +22,7 @@ import gptexp as package
 from gptexp.config.compose import compose
 from gptexp.data.characters import ByteTokenizer
 from gptexp.data.tokenizer_json import transformers_files
-from gptexp.storage import run_dir
+from gptexp.storage import branch, run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -112,6 +112,26 @@ def test_transformers_computes_what_an_exported_run_computes(
     card = (tmp_path / "out/README.md").read_text()
     assert "| block | RoPE" in card
     assert f"tags:\n- {'llama' if name == 'llama' else name}\n" in card
+
+
+@pytest.mark.parametrize("name", ["olmo2", "all else"])
+def test_a_branch_with_averaged_weights_and_noise_ends_as_an_uninterrupted_run(
+    tiny: list[str], tmp_path: Path, name: str
+) -> None:
+    own = [*tiny, *BYTES, *BLOCKS[name], "train.ema_half_life_tokens=512", "optim.gradient_noise=0.3"]
+    wsd = ["schedule=wsd", "schedule.cooldown_ratio=0.5", "train.eval_every=0"]
+    runs = {
+        "parent": [*own, "schedule=constant", "schedule.warmup_tokens=0", "train.max_steps=8", "train.save_every=4",
+                   "train.keep_last=0", "train.eval_every=0"],
+        "branch": [f"branch_from={tmp_path / 'parent'}@4", *wsd],
+        "whole": [*own, *wsd, "schedule.warmup_tokens=0", "train.max_steps=8"],
+    }  # fmt: skip
+    for directory, overrides in runs.items():
+        run_dir.save_config(tmp_path / directory, compose(overrides, find_parent=branch.find))
+        assert train_here(overrides, tmp_path / directory) == 0
+    assert equal(tmp_path / "branch", tmp_path / "whole")
+    evaluation = events(tmp_path / "whole", "eval")[-1]
+    assert 0 < evaluation["val/loss_ema"] != evaluation["val/loss"]
 
 
 @pytest.mark.e2e

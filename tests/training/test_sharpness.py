@@ -1,5 +1,7 @@
 """Sharpness against known spectra, and against exact second derivatives."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,9 +60,12 @@ def test_a_preconditioned_quadratic_has_the_spectrum_of_the_product() -> None:
     assert found.value == pytest.approx(float(torch.linalg.eigvalsh(scale[:, None] * a * scale).max()), rel=1e-3)
 
 
-def trained() -> tuple[GPT, Tensor, torch.optim.AdamW]:
+TODAY = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "n_mlp": 16, "n_kv_head": 1, "qk_norm": "head"}
+
+
+def trained(**block: Any) -> tuple[GPT, Tensor, torch.optim.AdamW]:
     torch.manual_seed(0)
-    gpt = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=32))
+    gpt = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=32, **block))
     optimizer = torch.optim.AdamW(gpt.parameters(), 1e-2, (0.9, 0.95))
     x = torch.randint(32, (8, 9))
     for _ in range(20):
@@ -92,8 +97,9 @@ def exact_hessian(gpt: GPT, x: Tensor) -> Tensor:
 
 
 @pytest.mark.e2e
-def test_differences_agree_with_double_backward_and_keep_the_bits_of_the_weights() -> None:
-    gpt, x, optimizer = trained()
+@pytest.mark.parametrize("block", [{}, TODAY])
+def test_differences_agree_with_double_backward_and_keep_the_bits_of_the_weights(block: dict[str, Any]) -> None:
+    gpt, x, optimizer = trained(**block)
     hessian = exact_hessian(gpt, x)
     before = [p.detach().clone() for p in gpt.parameters()]
     differences = of_gpt(gpt, x)

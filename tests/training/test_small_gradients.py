@@ -45,9 +45,9 @@ def gradients(model: GPT, batches: list[MicroBatch]) -> torch.Tensor:
 class Case:
     """A small model, the micro-batches of a step and their gradients, and a step that changes no weight."""
 
-    def __init__(self, micro_steps: int) -> None:
+    def __init__(self, micro_steps: int, **block: Any) -> None:
         torch.manual_seed(0)
-        self.model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64))
+        self.model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=64, **block))
         self.batches = [MicroBatch(t[:, :-1], t[:, 1:], 0, 0) for t in torch.randint(64, (2 * micro_steps, 9)).split(2)]
         self.gradients = gradients(self.model, self.batches)[:2]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
@@ -69,6 +69,14 @@ class Case:
     def measured_tensors(self) -> int:
         """Number of gradients that hooks have measured in the newest pass that they measure."""
         return len(self.small._block_norms)
+
+
+TODAY = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "n_kv_head": 1, "qk_norm": "head", "tied": False}
+
+
+def test_a_step_measures_all_tensors_of_a_block_of_today() -> None:
+    case = Case(2, bias=False, window=3, **TODAY)
+    case.check()
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 4])
