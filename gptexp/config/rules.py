@@ -225,7 +225,7 @@ def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
         )
         yield _refusal(cfg, "model.base_n_embd", "base-missing", rule)
     elif chosen != "standard" and cfg.model.n_mlp is not None and cfg.model.base_n_embd != cfg.model.n_embd:
-        ratio = f"{cfg.model.n_mlp / cfg.model.n_embd:.6g}"
+        ratio = f"{cfg.model.n_mlp / cfg.model.n_embd:.12g}"  # enough digits to give n_mlp back
         rule = f"the base's MLP would be as wide; give model.mlp_ratio={ratio} in its place, which keeps the proportion"
         yield _refusal(cfg, "model.n_mlp", "mlp-not-in-proportion", rule)
 

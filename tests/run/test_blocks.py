@@ -19,9 +19,11 @@ from real_runs import begun, equal, newest, train_here
 from test_export import compare
 
 import gptexp as package
+from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose
 from gptexp.data.characters import ByteTokenizer
 from gptexp.data.tokenizer_json import transformers_files
+from gptexp.process.errors import ConfigError
 from gptexp.storage import branch, run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -132,6 +134,26 @@ def test_a_branch_with_averaged_weights_and_noise_ends_as_an_uninterrupted_run(
     assert equal(tmp_path / "branch", tmp_path / "whole")
     evaluation = events(tmp_path / "whole", "eval")[-1]
     assert 0 < evaluation["val/loss_ema"] != evaluation["val/loss"]
+
+
+def test_a_run_begins_from_one_whose_mlp_has_a_ratio(tiny: list[str], tmp_path: Path) -> None:
+    argv = [*tiny, *BYTES, *BLOCKS["llama"], "model.mlp_ratio=3", "model.parametrisation=mup", "model.base_n_embd=8"]
+    run_dir.save_config(tmp_path / "run", compose([*argv, "model.base_n_head=2"]))
+    assert train_here([*argv, "model.base_n_head=2"], tmp_path / "run") == 0
+    kept = [text for text in tiny if not text.startswith("model")]
+    register_from_init()
+    model = compose([*kept, "model=from_init", f"init_from={tmp_path / 'run'}", "data.tokenizer=bytes"]).model
+    assert (model.mlp_size, model.mlp_ratio, model.n_mlp) == (48, 3, None)
+
+
+@pytest.mark.parametrize(("width", "mlp"), [(1024, 2736), (576, 1536), (768, 2048), (384, 1024), (192, 640)])
+def test_the_ratio_that_is_proposed_for_mup_gives_the_same_mlp(tiny: list[str], width: int, mlp: int) -> None:
+    own = [f"model.n_embd={width}", f"model.n_mlp={mlp}", "model.parametrisation=mup", "model.base_n_embd=64"]
+    with pytest.raises(ConfigError) as refused:
+        compose([*tiny, *own])
+    proposed = re.search(r"model.mlp_ratio=[0-9.]+", str(refused.value))
+    assert proposed is not None
+    assert compose([*tiny, own[0], proposed.group(), *own[2:]]).model.mlp_size == mlp
 
 
 @pytest.mark.e2e
