@@ -16,12 +16,30 @@ from gptexp.distributed.ranks import Rank
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
-from gptexp.storage import branch
+from gptexp.storage import branch, run_dir
 
 
 def train_here(overrides: list[str], directory: Path, stop: StopRequest | None = None) -> int:
     """Train on one rank in this process; the exit code."""
     return run(Job(compose(overrides, find_parent=branch.find), directory, Rank(), stop or StopRequest()))
+
+
+def branch_and_whole(own: list[str], root: Path) -> tuple[Path, Path]:
+    """Train eight steps with a cooldown, once from a branch at step 4 of another run, once without interruption.
+
+    Returns their directories. `own` are the overrides that both have.
+    """
+    wsd, begin = ["schedule=wsd", "schedule.cooldown_ratio=0.5"], ["schedule.warmup_tokens=0", "train.max_steps=8"]
+    parent = ["schedule=constant", "train.save_every=4", "train.keep_last=0"]
+    runs = {
+        "parent": [*own, *begin, *parent],
+        "branch": [f"branch_from={root / 'parent'}@4", *wsd],
+        "whole": [*own, *begin, *wsd],
+    }
+    for name, overrides in runs.items():
+        run_dir.save_config(root / name, compose(overrides, find_parent=branch.find))
+        assert train_here(overrides, root / name) == 0
+    return root / "branch", root / "whole"
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ on random numbers. Outputs are allocated before the measurement.
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ModelConfig
 from gptexp.machine.device import is_out_of_memory
-from gptexp.model.attention import build_block_mask, build_masks, causal_attention
+from gptexp.model.attention import Masks, build_block_mask, build_masks, causal_attention
 from gptexp.model.kernels import KERNELS, attention_kernel
 from gptexp.model.shapes import linear_layers
 
@@ -76,7 +77,9 @@ def attention_ms(
     m: ModelConfig, batch: int, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float | None]:
     """Milliseconds of one layer's causal attention, forward and backward, by kernel; None if it is not available."""
-    forward_backward = _attention(m, batch, seq_len, device, dtype, torch.randn)
+    masks = build_masks(seq_len, m.window, None, torch.empty(0, device=device, dtype=dtype))
+    attend = partial(causal_attention, scale=None, masks=masks)
+    forward_backward = _attention(m, batch, seq_len, device, dtype, torch.randn, attend)
     measured: dict[str, float | None] = {}
     for name in KERNELS:
         if missing_kernel(name, device.type):
@@ -100,10 +103,17 @@ def mask_ms(
 
     Draws no random numbers, so that a run that measures it trains as one that does not.
     """
-    documents = torch.zeros((batch, seq_len), dtype=torch.int64, device=device)
-    shape = (m, batch, seq_len, device, dtype, torch.ones)
-    across, within = (_attention(*shape, given, flex) for given in (None, documents))
-    return 1e3 * median_s(across), 1e3 * median_s(within)
+    attention: Callable[..., Tensor] = causal_attention
+    build: Callable[..., Masks | None] = build_masks
+    if flex:
+        attention, build = torch.compile(causal_attention, fullgraph=True, dynamic=False), build_block_mask
+    like = torch.empty(0, device=device, dtype=dtype)
+
+    def milliseconds(documents: Tensor | None) -> float:
+        attend = partial(attention, scale=None, masks=build(seq_len, m.window, documents, like))
+        return 1e3 * median_s(_attention(m, batch, seq_len, device, dtype, torch.ones, attend))
+
+    return milliseconds(None), milliseconds(torch.zeros((batch, seq_len), dtype=torch.int64, device=device))
 
 
 def _attention(
@@ -113,20 +123,16 @@ def _attention(
     device: torch.device,
     dtype: torch.dtype,
     numbers: Callable[..., Tensor],
-    documents: Tensor | None = None,
-    flex: bool = False,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Callable[[], None]:
-    """A call of a layer's attention and its backward pass on `numbers`, such as `torch.randn`."""
+    """A call of a layer's attention `attend` and its backward pass on `numbers`, such as `torch.randn`."""
     heads = (m.n_head, m.kv_heads, m.kv_heads)
     # Queries, keys and values are parts of one tensor, with dimensions in the order of a layer.
     of_all = numbers((batch, seq_len, sum(heads), m.head_size), device=device, dtype=dtype, requires_grad=True)
     q, k, v = (part.transpose(1, 2) for part in of_all.split(heads, 2))
-    masks = (build_block_mask if flex else build_masks)(seq_len, m.window, documents, of_all)
-    attend = torch.compile(causal_attention, fullgraph=True, dynamic=False) if flex else causal_attention
     grad = numbers((batch, seq_len, m.n_head, m.head_size), device=device, dtype=dtype).transpose(1, 2)
 
     def forward_backward() -> None:
-        y = attend(q, k, v, None, masks=masks)
-        torch.autograd.grad(y, (q, k, v), grad)
+        torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
     return forward_backward

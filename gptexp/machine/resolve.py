@@ -145,8 +145,10 @@ def _kernels(
         before.attention if before else None,
         lambda: _best_kernel(device, dtype, compiled, cfg.seq_len),
     )
+    if missing := missing_kernel(attention.value, device.type):
+        raise ConfigError(missing)
     if attention.value == "flex":
-        _check_flex(cfg, device.type, compiled)
+        _check_flex(cfg, compiled)
     else:
         _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
     loss = _choose(cfg.train.loss, before.loss if before else None, lambda: _loss(cfg, device.type, dtype, compiled))
@@ -269,12 +271,10 @@ def eager_s(cfg: Config, cores: int) -> float:
 
 
 def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:
-    """Raise `ConfigError` unless `device` has the kernel for `dtype`, and, if the kernel is `asked` for, for `dropout`.
+    """Raise `ConfigError` unless the kernel has `dtype` on `device`, and, if the kernel is `asked` for, for `dropout`.
 
     If nobody asked for the kernel, torch computes dropout with another one.
     """
-    if missing := missing_kernel(name, device):
-        raise ConfigError(missing)
     if dtype == "float32" and device not in KERNELS[name].float32_on:
         able = " or ".join(other for other, k in KERNELS.items() if device in k.float32_on)
         raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
@@ -284,10 +284,8 @@ def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: floa
         )
 
 
-def _check_flex(cfg: Config, device: str, compiled: bool) -> None:
-    """Raise `ConfigError` unless FlexAttention serves: on this device, compiled, for masks, and without dropout."""
-    if missing := missing_kernel("flex", device):
-        raise ConfigError(missing)
+def _check_flex(cfg: Config, compiled: bool) -> None:
+    """Raise `ConfigError` unless the model can use FlexAttention: compiled, with masks, and without dropout."""
     reasons = {
         "is for a compiled model; use train.compile=on": not compiled,
         "is for masks; set model.window or data.document_mask=true": not (cfg.model.window or cfg.data.document_mask),

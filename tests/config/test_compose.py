@@ -1,6 +1,6 @@
 """From overrides to a config: precedence, options of groups, the launcher's world size."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import Config, ScheduleConfig, WorldConfig, fields_of
+from gptexp.config.schema import Config, ModelConfig, ScheduleConfig, WorldConfig, fields_of
 from gptexp.config.spelling import MAY_BE_NULL, NULL, as_typed, canonical
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name
@@ -162,6 +162,12 @@ def test_two_plus_signs_set_an_existing_key() -> None:
     assert compose(["++optim.lr=2e-3"]).optim.lr == 2e-3
     typed = ["schedule=gpt3", "train.max_tokens=300e9", "++schedule.warmup_ratio=0.01"]
     assert compose(typed).schedule.warmup_tokens is None  # as without the plus signs
+
+
+def test_the_model_of_init_from_takes_every_key_that_decides_the_weights() -> None:
+    own = yaml.safe_load((packaged_conf() / "model/from_init.yaml").read_text())["model"]
+    assert own == {f.name: f"${{from_init:{f.name},${{init_from}}}}" for f in fields(ModelConfig)
+                   if f.name not in ("vocab_size", "dropout")}  # fmt: skip
 
 
 def test_a_model_option_sets_only_the_model_and_the_learning_rate() -> None:

@@ -1,7 +1,7 @@
-"""`train.attention=flex`: the masks of FlexAttention are those of chunks.
+"""`train.attention=flex`: FlexAttention computes what attention in chunks computes.
 
-Torch's compiled FlexAttention has no backward pass on a CPU. What is compared here is what the compiler is given, which
-the backend `aot_eager` computes without a kernel; a test for GPUs in test_gpu.py compares the kernels.
+Torch's compiled FlexAttention has no backward pass on a CPU. So these tests run the graph that the compiler gets by the
+backend `aot_eager`, which needs no kernel. A test in test_gpu.py compares the kernels of a GPU.
 """
 
 from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ import torch
 from blocks import BLOCKS
 from conftest import BYTES, e2e_then_slow, events, processes_of, wait_for
 from judge import judge
-from real_runs import begun, equal, newest, train_here
+from real_runs import begun, branch_and_whole, equal, newest, train_here
 from test_export import compare
 
 import gptexp as package
@@ -24,7 +24,7 @@ from gptexp.config.compose import compose
 from gptexp.data.characters import ByteTokenizer
 from gptexp.data.tokenizer_json import transformers_files
 from gptexp.process.errors import ConfigError
-from gptexp.storage import branch, run_dir
+from gptexp.storage import run_dir
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -120,19 +120,10 @@ def test_transformers_computes_what_an_exported_run_computes(
 def test_a_branch_with_averaged_weights_and_noise_ends_as_an_uninterrupted_run(
     tiny: list[str], tmp_path: Path, name: str
 ) -> None:
-    own = [*tiny, *BYTES, *BLOCKS[name], "train.ema_half_life_tokens=512", "optim.gradient_noise=0.3"]
-    wsd = ["schedule=wsd", "schedule.cooldown_ratio=0.5", "train.eval_every=0"]
-    runs = {
-        "parent": [*own, "schedule=constant", "schedule.warmup_tokens=0", "train.max_steps=8", "train.save_every=4",
-                   "train.keep_last=0", "train.eval_every=0"],
-        "branch": [f"branch_from={tmp_path / 'parent'}@4", *wsd],
-        "whole": [*own, *wsd, "schedule.warmup_tokens=0", "train.max_steps=8"],
-    }  # fmt: skip
-    for directory, overrides in runs.items():
-        run_dir.save_config(tmp_path / directory, compose(overrides, find_parent=branch.find))
-        assert train_here(overrides, tmp_path / directory) == 0
-    assert equal(tmp_path / "branch", tmp_path / "whole")
-    evaluation = events(tmp_path / "whole", "eval")[-1]
+    more = ["train.ema_half_life_tokens=512", "optim.gradient_noise=0.3", "train.eval_every=0"]
+    continued, whole = branch_and_whole([*tiny, *BYTES, *BLOCKS[name], *more], tmp_path)
+    assert equal(continued, whole)
+    evaluation = events(whole, "eval")[-1]
     assert 0 < evaluation["val/loss_ema"] != evaluation["val/loss"]
 
 

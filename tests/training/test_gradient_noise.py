@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BYTES, e2e_then_slow, events
-from real_runs import equal, train_here, weights
+from real_runs import branch_and_whole, equal, train_here, weights
 from torch import Tensor, nn
 
 from gptexp.config.batch import BatchPlan, plan_batch
@@ -31,7 +31,6 @@ from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
 from gptexp.run.job import Job
 from gptexp.run.rank import run
-from gptexp.storage import branch, run_dir
 from gptexp.training import loop
 from gptexp.training.gradient_noise import StepNoise, step_noise
 from gptexp.training.optimizer import build_optimizer
@@ -278,19 +277,7 @@ def test_noise_that_needs_a_measurement_is_refused_without_one(tiny: list[str], 
 
 @pytest.mark.parametrize("noise", ["gradient_noise=0.3", "gradient_noise_like_batch=32"])
 def test_a_branch_ends_with_the_noise_of_an_uninterrupted_run(tiny: list[str], tmp_path: Path, noise: str) -> None:
-    own = [*tiny, *BYTES, f"optim.{noise}", "train.eval_every=0"]
-    wsd = ["schedule=wsd", "schedule.cooldown_ratio=0.5"]
-    runs = {
-        "parent": [*own, "schedule=constant", "schedule.warmup_tokens=0", "train.max_steps=8", "train.save_every=4",
-                   "train.keep_last=0"],
-        "branch": [f"branch_from={tmp_path / 'parent'}@4", *wsd],
-        "whole": [*own, *wsd, "schedule.warmup_tokens=0", "train.max_steps=8"],
-    }  # fmt: skip
-    for name, overrides in runs.items():
-        cfg = compose(overrides, find_parent=branch.find)
-        run_dir.save_config(tmp_path / name, cfg)
-        assert run(Job(cfg, tmp_path / name, Rank(), StopRequest())) == 0
-    assert equal(tmp_path / "branch", tmp_path / "whole")
+    assert equal(*branch_and_whole([*tiny, *BYTES, f"optim.{noise}", "train.eval_every=0"], tmp_path))
 
 
 def test_a_branch_with_another_half_life_of_the_noise_is_refused() -> None:

@@ -255,7 +255,8 @@ def model_name(model: ModelConfig) -> str:
 
 def model_option(model: ModelConfig) -> str | None:
     """The option of the group `model` that differs at most in the dropout and the parametrisation."""
-    return next((name for name, (_, shape) in _known_models().items() if shape == _shape(model)), None)
+    own = _shape(model)
+    return next((name for name, (_, shape) in _known_models().items() if shape == own), None)
 
 
 def nearest_model(model: ModelConfig) -> tuple[str | None, list[str]]:

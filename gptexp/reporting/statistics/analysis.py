@@ -143,7 +143,7 @@ def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> 
         choices = {"optim": name, **choices}
     sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
     model = ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
-    option, changed = nearest_model(model)
+    option, changed = nearest_model(model) if len(sizes) > 1 else (None, [])
     replaced = [key for key in sizes if key.removeprefix("model.") not in changed]
     if option is not None and len(replaced) > 1:
         choices = {"model": option, **{key: value for key, value in choices.items() if key not in replaced}}
