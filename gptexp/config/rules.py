@@ -387,10 +387,6 @@ def _machine(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "world.backend", "nccl-needs-cuda", rule)
     if AUTO not in (attention, device) and (missing := missing_kernel(attention, device)):
         yield missing
-    if device == "cuda" and attention == "flash" and (cfg.model.window is not None or cfg.data.document_mask):
-        masked = "data.document_mask=true" if cfg.data.document_mask else f"model.window={cfg.model.window}"
-        rule = f"takes no mask on a GPU, which {masked} needs; use cudnn, efficient or auto"
-        yield _refusal(cfg, "train.attention", "no-such-kernel", rule)
     if cfg.log.tensorboard:
         package = find_spec("tensorboard")
         if package is None or package.origin is None:  # a folder of that name in the working directory is no package

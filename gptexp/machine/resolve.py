@@ -3,13 +3,13 @@
 No rule times anything, so equal machines choose alike; only micro-batch size and reduce_every depend on free memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeVar
 
 from gptexp.config.batch import legal_micro_batches
 from gptexp.config.rules import missing_kernel
-from gptexp.config.schema import Config, memory_key
+from gptexp.config.schema import ATTENTION_DEVICES, Config, memory_key
 from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
 from gptexp.distributed.ranks import Rank, cores_per_rank, runs_at_once
 from gptexp.machine import cpu
@@ -24,11 +24,11 @@ from gptexp.machine.device import (
 )
 from gptexp.machine.effective import ASKED, Choice, Effective
 from gptexp.model.flops import flops_per_token
-from gptexp.model.kernels import KERNELS
+from gptexp.model.kernels import DROPOUT, FLOAT32, GROUPS, KERNELS, MASKS
 from gptexp.model.memory import Memory, StepShape, memory_estimate
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import AUTO
-from gptexp.process.words import duration
+from gptexp.process.words import duration, listed
 from gptexp.storage.init_from import choose_vocab_size
 
 T = TypeVar("T")
@@ -143,14 +143,14 @@ def _kernels(
     attention = _choose(
         cfg.train.attention,
         before.attention if before else None,
-        lambda: _best_kernel(device, dtype, compiled, cfg.seq_len),
+        lambda: _best_kernel(cfg, device, dtype, compiled),
     )
     if missing := missing_kernel(attention.value, device.type):
         raise ConfigError(missing)
     if attention.value == "flex":
         _check_flex(cfg, compiled)
-    else:
-        _check_kernel(attention.value, device.type, dtype, attention.source == "asked", cfg.model.dropout)
+    elif attention.source == "asked":
+        _check_kernel(cfg, attention.value, device.type, dtype)
     loss = _choose(cfg.train.loss, before.loss if before else None, lambda: _loss(cfg, device.type, dtype, compiled))
     return attention, loss
 
@@ -270,24 +270,43 @@ def eager_s(cfg: Config, cores: int) -> float:
     return tokens * per_token / (cores * EAGER_FLOPS)
 
 
-def _check_kernel(name: str, device: str, dtype: str, asked: bool, dropout: float) -> None:
-    """Raise `ConfigError` unless the kernel has `dtype` on `device`, and, if the kernel is `asked` for, for `dropout`.
+def _needs(cfg: Config, dtype: str) -> dict[str, str]:
+    """What the run needs of a kernel, with the setting that needs it."""
+    m, masked = cfg.model, cfg.data.document_mask
+    mask = "data.document_mask=true" if masked else f"model.window={m.window}"
+    needs = {
+        FLOAT32: ("train.dtype=float32", dtype == "float32"),
+        MASKS: (mask, masked or (m.window is not None and m.window < cfg.seq_len)),
+        GROUPS: (f"model.n_kv_head={m.kv_heads}", m.kv_heads != m.n_head),
+        DROPOUT: (f"model.dropout={m.dropout:g}", m.dropout > 0),
+    }
+    return {need: setting for need, (setting, is_needed) in needs.items() if is_needed}
 
-    If nobody asked for the kernel, torch computes dropout with another one.
-    """
-    if dtype == "float32" and device not in KERNELS[name].float32_on:
-        able = " or ".join(other for other, k in KERNELS.items() if device in k.float32_on)
-        raise ConfigError(f"train.attention={name}: no float32 on {device}; use train.dtype=bfloat16 or {able}")
-    if asked and dropout and device == "cpu" and name != "math":
-        raise ConfigError(
-            f"train.attention={name}: has no dropout on a CPU, and model.dropout={dropout:g}; use train.attention=auto"
-        )
+
+def _lacking(name: str, device: str, needs: Collection[str]) -> list[str]:
+    return [need for need in KERNELS[name].lacks.get(device, ()) if need in needs]
+
+
+def _check_kernel(cfg: Config, name: str, device: str, dtype: str) -> None:
+    """Raise `ConfigError` unless the kernel, which was asked for and has no fallback, has all that the run needs."""
+    needs = _needs(cfg, dtype)
+    if lacking := _lacking(name, device, needs):
+        here = [other for other in KERNELS if device in ATTENTION_DEVICES[other]]
+        able = " or ".join([*(other for other in here if not _lacking(other, device, needs)), AUTO])
+        what = " and ".join(f"{need}, which {needs[need]} needs" for need in lacking)
+        line = f"train.attention={name}: on {device} it has no {what}; use {able}"
+        raise ConfigError(line, "no-such-kernel")
 
 
 def _check_flex(cfg: Config, compiled: bool) -> None:
-    """Raise `ConfigError` unless the model can use FlexAttention: compiled, with masks, and without dropout."""
+    """Raise `ConfigError` unless the model can use FlexAttention: compiled, with masks, and without dropout.
+
+    With world.sharding=full only the blocks are compiled, and the mask is made outside them: not compiled, it takes 12
+    bytes for each pair of tokens.
+    """
     reasons = {
         "is for a compiled model; use train.compile=on": not compiled,
+        "is for a model that is compiled as a whole; use world.sharding=optimizer": cfg.world.sharding == "full",
         "is for masks; set model.window or data.document_mask=true": not (cfg.model.window or cfg.data.document_mask),
         f"has no dropout, and model.dropout={cfg.model.dropout:g}; use model.dropout=0": cfg.model.dropout > 0,
     }
@@ -296,19 +315,20 @@ def _check_flex(cfg: Config, compiled: bool) -> None:
             raise ConfigError(f"train.attention=flex: {reason}, or train.attention=auto")
 
 
-def _best_kernel(device: Device, dtype: str, compiled: bool, seq_len: int) -> tuple[str, str]:
-    """The fastest kernel for `dtype` and sequences of `seq_len` tokens, with the reason."""
+def _best_kernel(cfg: Config, device: Device, dtype: str, compiled: bool) -> tuple[str, str]:
+    """The fastest kernel that has what the run needs, with the reason. For dropout torch takes another, if it must."""
     if device.type == "cpu":
-        if compiled and seq_len <= SHORT:
+        if compiled and cfg.seq_len <= SHORT:
             return "math", f"compiled, it is the fastest up to {SHORT} tokens"
         return "flash", "torch's kernel for CPUs"
     if device.type != "cuda":
         return "math", "the only kernel for this device"
-    if dtype == "float32":
-        return "efficient", "the fastest kernel that supports float32"
-    if compute_capability(device) in (9, 10):
-        return "cudnn", "the fastest kernel on Hopper and Blackwell"
-    return "flash", "the fastest kernel on GPUs older than Hopper"
+    is_new = compute_capability(device) in (9, 10)
+    fastest = ("cudnn", "flash", "efficient", "math") if is_new else ("flash", "efficient", "cudnn", "math")
+    needs = [need for need in _needs(cfg, dtype) if need != DROPOUT]
+    name = next(name for name in fastest if not _lacking(name, "cuda", needs))
+    on = "Hopper and Blackwell" if is_new else "GPUs older than Hopper"
+    return name, f"the fastest kernel on {on}{f' with {listed(needs)}' if needs else ''}"
 
 
 def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:

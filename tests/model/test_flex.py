@@ -110,6 +110,7 @@ def test_the_cost_is_that_of_the_compiled_attention(
         (lambda c: replace(c, train=replace(c.train, compile="off")), "use train.compile=on"),
         (lambda c: replace(c, model=replace(c.model, window=None)), "set model.window or data.document_mask=true"),
         (lambda c: replace(c, model=replace(c.model, dropout=0.1)), "use model.dropout=0"),
+        (lambda c: replace(c, world=replace(c.world, sharding="full")), "use world.sharding=optimizer"),
     ],
 )
 def test_flex_is_refused_where_it_does_not_serve(change: Callable[[Config], Config], fix: str) -> None:
