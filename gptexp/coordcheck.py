@@ -100,11 +100,12 @@ def _models(config: Config, widths: str) -> list[ModelConfig]:
         raise ConfigError(f"--widths={shown(widths)}: {wrong[0]} is not a multiple of the head size {head_size}")
     if model.parametrisation != "standard":
         base = model.base_n_embd or sizes[0]
-        if model.base_n_head is None and base % head_size:
+        if model.head_dim is None and model.base_n_head is None and base % head_size:
             raise ConfigError(
                 f"model.base_n_embd={base}: not a multiple of the head size {head_size}; give model.base_n_head too"
             )
-        model = replace(model, base_n_embd=base, base_n_head=model.base_n_head or base // head_size)
+        heads = (model.base_n_head or base // head_size) if model.head_dim is None else None
+        model = replace(model, base_n_embd=base, base_n_head=heads)
     models = [_resized(model, size, size // head_size) for size in sizes]
     for resized in models:
         if found := problems(replace(config, model=resized), 1):

@@ -134,7 +134,7 @@ def kind(f: dataclasses.Field[Any]) -> str:
     name = f.type.__name__ if isinstance(f.type, type) and not hasattr(f.type, "__args__") else str(f.type)
     text = name.replace("typing.Any", "Any").replace("None", "null").replace(" | ", " or ")
     rule: str = f.metadata["rule"][1] if f.metadata else ""
-    rule = re.sub(r"^must (be )?(lie )?(have )?(finite,? )?(and )?| \(integers.*", "", rule)
+    rule = re.sub(r"^must (be )?(lie )?(have )?|, below 2\^63$", "", rule)
     if rule.endswith("or auto"):
         return rule
     return f"{text}, {rule}" if rule else text

@@ -17,12 +17,12 @@ from gptexp.config.fitted import fitted_problems
 from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.scaling import scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, HELLASWAG, Config, every_key, field_problems
+from gptexp.config.schema import ATTENTION_DEVICES, HELLASWAG, Config, ModelConfig, every_key, field_problems
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.optim import OPTIMIZERS, optimizers_that
 from gptexp.optim.base import OptimConfig, TwoMomentsConfig
 from gptexp.process.errors import ConfigError, Problem
-from gptexp.process.fields import AUTO
+from gptexp.process.fields import AUTO, LIMIT
 from gptexp.process.words import counted, shown
 
 Rule = Callable[[Config, int], Iterator[Problem]]  # (config, number of ranks) -> problems
@@ -162,8 +162,14 @@ def _unread(cfg: Config, _: int) -> Iterator[Problem]:
             yield _refusal(cfg, key, "key-not-read", f"only {readers} reads it; use that, or leave it out")
 
 
+def model_problems(model: ModelConfig) -> list[Problem]:
+    """The problems of a model that was read from a file, whatever the run."""
+    cfg = Config(model=model, init_from="a file")
+    return [*field_problems(cfg).values()] or _broken((_model,), cfg, 1, ())
+
+
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
-    m, t = cfg.model, cfg.seq_len
+    m = cfg.model
     if m.n_embd % m.n_head and m.head_dim is None:
         below = m.n_embd // m.n_head * m.n_head
         nearest = f"{below} or {below + m.n_head}" if below else m.n_head
@@ -177,7 +183,7 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
     if m.position == "rope" and m.head_size % 2:
         rule = f"turns pairs of numbers, and a head has {m.head_size}; use an even model.head_dim"
         yield _refusal(cfg, "model.position", "head-size-odd", rule)
-    if m.rope_scaling is not None and (wrong := wrong_rope_scaling(m.rope_scaling)):
+    if m.rope_scaling is not None and (wrong := _wrong_rope_scaling(m.rope_scaling)):
         yield _refusal(cfg, "model.rope_scaling", "not-a-rope-scaling", wrong)
     if m.window is None and m.window_every is not None:
         yield _refusal(cfg, "model.window_every", "key-not-read", "only model.window reads it; set that too")
@@ -188,9 +194,16 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         rule = f"must be from 2 to model.n_layer={m.n_layer}, so that some blocks have the window and some do not"
         yield _refusal(cfg, "model.window_every", "out-of-range", rule)
     width, heads = m.base_n_embd or m.n_embd, m.base_n_head or m.n_head
-    if width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
+    if m.head_dim is not None and m.base_n_head is not None:
+        rule = f"the base's heads have model.head_dim={m.head_dim} numbers, however many there are; leave it out"
+        yield _refusal(cfg, "model.base_n_head", "key-not-read", rule)
+    elif m.head_dim is None and width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
         rule = f"not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
         yield Problem("base-heads-not-divisible", f"model.base_n_embd={width}: {rule}")
+
+
+def _sequence(cfg: Config, _: int) -> Iterator[Problem]:
+    m, t = cfg.model, cfg.seq_len
     if t > m.block_size:
         rule = f"longer than model.block_size={m.block_size}; use that, or model.block_size={t}"
         yield _refusal(cfg, "batch.seq_len", "sequence-too-long", rule)
@@ -201,12 +214,13 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "model.vocab_size", "vocabulary-too-small", f"{rule}; {fix}")
 
 
-def wrong_rope_scaling(scaling: Any) -> str | None:
-    """What is wrong with a value of model.rope_scaling."""
+def _wrong_rope_scaling(scaling: Any) -> str | None:
     if not isinstance(scaling, dict) or {*scaling} != {*ROPE_SCALING}:
         return f"must have the keys {', '.join(ROPE_SCALING)}"
-    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in scaling.values()):
-        return "each value must be a finite number above 0"
+    if not all(map(_is_positive, scaling.values())):
+        return "each value must be a number above 0, below 2^63"
+    if not float(scaling[ROPE_SCALING[-1]]).is_integer():
+        return f"{ROPE_SCALING[-1]} must be a whole number"
     if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         return "low_freq_factor must be below high_freq_factor"
     return None
@@ -537,7 +551,7 @@ def _mix(cfg: Config, _: int) -> Iterator[Problem]:
     d, key = cfg.data, "data.mix"
     if d.mix is None:
         return
-    if not isinstance(d.mix, dict) or not d.mix or not all(_is_weight(weight) for weight in d.mix.values()):
+    if not isinstance(d.mix, dict) or not d.mix or not all(_is_positive(weight) for weight in d.mix.values()):
         rule = "must map paths to weights above 0, for example data.mix='{a.txt: 0.7, b.txt: 0.3}'"
         yield _refusal(cfg, key, "not-a-mix", rule)
         return
@@ -565,8 +579,8 @@ def _mix(cfg: Config, _: int) -> Iterator[Problem]:
                 return
 
 
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LIMIT
 
 
 def _validation(cfg: Config, _: int) -> Iterator[Problem]:
@@ -594,7 +608,7 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
 
 # `problems` applies `_ramp` before these.
 RULES: tuple[Rule, ...] = (
-    _unread, _model, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks, _noise, _optimizer, _scaling,
-    fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems, _machine,
+    _unread, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks, _noise, _optimizer,
+    _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems, _machine,
 )  # fmt: skip
-RULES_OF_SAVED: tuple[Rule, ...] = (_model, _saved_tokenizer, _ramp, _scaling)
+RULES_OF_SAVED: tuple[Rule, ...] = (_model, _sequence, _saved_tokenizer, _ramp, _scaling)

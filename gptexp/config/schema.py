@@ -32,6 +32,7 @@ from gptexp.process.fields import (
     LIMIT,
     MOST_LAYERS,
     MOST_RANKS,
+    MOST_ROWS,
     below_one,
     choice,
     choice_or_null,
@@ -44,6 +45,7 @@ from gptexp.process.fields import (
     positive,
     ratio,
     ruled,
+    size,
     tokens_of_1024,
     unit_of,
     up_to,
@@ -92,11 +94,11 @@ class ModelConfig:
     """
 
     n_layer: int = up_to(MOST_LAYERS, 12)  # number of blocks
-    n_head: int = positive(12)  # number of attention heads; must divide n_embd, unless head_dim is given
-    n_embd: int = positive(768)  # width of the residual stream
-    block_size: int = tokens_of_1024(1024)  # tokens: maximum length of a sequence
-    vocab_size: int | str = count_or_auto(AUTO)  # V: rows of the embedding of tokens; auto: the tokenizer's number of
-    # ids, rounded up to a multiple of 128 (of 64 below 1,024 ids)
+    n_head: int = size(12)  # number of attention heads; must divide n_embd, unless head_dim is given
+    n_embd: int = size(768)  # width of the residual stream
+    block_size: int = tokens_of_1024(1024, MOST_ROWS)  # tokens: maximum length of a sequence
+    vocab_size: int | str = count_or_auto(AUTO, MOST_ROWS)  # V: rows of the embedding of tokens; auto: the tokenizer's
+    # number of ids, rounded up to a multiple of 128 (of 64 below 1,024 ids)
     dropout: float = below_one(0.0)  # probability; 0 for pretraining, where one epoch does not overfit
     bias: bool = True  # whether linear layers and LayerNorms have biases, as in GPT-2
     tied: bool = True  # whether the head's weights are the embedding's; arXiv 1608.05859
@@ -111,9 +113,9 @@ class ModelConfig:
     rope_theta: float = positive(10_000.0)  # rope: its longest wave is about 2 pi rope_theta tokens
     rope_scaling: Any = None  # rope: {factor: …, low_freq_factor: …, high_freq_factor: …,
     # original_max_position_embeddings: …} of Llama 3.1, which stretch the long waves (arXiv 2407.21783); null: none
-    head_dim: int | None = positive(None)  # numbers of a head; null: n_embd / n_head
-    n_kv_head: int | None = positive(None)  # heads of keys and values, each for n_head / n_kv_head heads of queries;
-    # null: n_head; arXiv 2305.13245
+    head_dim: int | None = size(None)  # numbers of a head; null: n_embd / n_head
+    n_kv_head: int | None = size(None)  # heads of keys and values, each for n_head / n_kv_head heads of queries; null:
+    # n_head; arXiv 2305.13245
     qk_norm: str = choice("none", "head", "all")  # a norm of queries and keys, by the kind of `norm`: of each head by
     # itself, as in Qwen 3 (arXiv 2505.09388), or of all together, as in OLMo 2; arXiv 2302.05442
     window: int | None = tokens_of_1024(None)  # tokens that attention sees, the current one included; null: all
@@ -122,16 +124,16 @@ class ModelConfig:
     # same; null: no block does
     mlp: str = choice("gelu", "relu2", "swiglu", "geglu")  # what the MLP computes between its matrices: gelu with tanh;
     # relu squared (arXiv 2109.08668); a gate, by silu or gelu, times a third matrix (arXiv 2002.05202)
-    mlp_ratio: float | None = positive(None)  # width of the MLP as a multiple of n_embd; null: 4, for gates 8/3 rounded
-    # up to a multiple of 64
-    n_mlp: int | None = positive(None)  # width of the MLP; takes precedence over mlp_ratio
+    mlp_ratio: float | None = ruled(None, lambda v: 0.01 <= v <= 1000, "must lie in [0.01, 1000]")  # width of the MLP
+    # as a multiple of n_embd; null: 4, for gates 8/3 rounded up to a multiple of 64
+    n_mlp: int | None = size(None)  # width of the MLP; takes precedence over mlp_ratio
     logit_softcap: float | None = positive(None)  # c: logits z become c tanh(z / c); arXiv 2408.00118; null: they stay
     parametrisation: str = choice("standard", "mup", "completep")  # how initial weights, multipliers and learning
     # rates depend on the model's size; mup: the base model's best optim.lr is the best at any width (arXiv 2203.03466);
     # completep: at any width and depth (arXiv 2505.01618)
-    base_n_embd: int | None = positive(None)  # mup, completep (required): width of the base, the model whose best
+    base_n_embd: int | None = size(None)  # mup, completep (required): width of the base, the model whose best
     # optim.lr is known
-    base_n_head: int | None = positive(None)  # mup, completep: number of heads of the base; null: n_head
+    base_n_head: int | None = size(None)  # mup, completep: number of heads of the base; null: n_head
     base_n_layer: int | None = up_to(MOST_LAYERS, None)  # completep: number of blocks of the base; null: n_layer
 
     @property

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptexp.config.rules import wrong_rope_scaling
-from gptexp.config.schema import ModelConfig
-from gptexp.process.errors import ConfigError
+from gptexp.config.rules import model_problems
+from gptexp.config.schema import ModelConfig, from_dict
+from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.words import listed, shown
 
 CONFIG_JSON, GENERATION_CONFIG_JSON = "config.json", "generation_config.json"
@@ -139,14 +139,14 @@ def _rope(content: Mapping[str, Any]) -> dict[str, Any]:
         raise _refusal(*next(iter(scaling.items())), "gptexp's RoPE has no such parameter")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind != "llama3" or wrong_rope_scaling(scaling):
+    if kind != "llama3":
         raise _refusal("rope_type", kind, "gptexp has default and llama3")
-    return {"rope_theta": theta, "rope_scaling": {key: float(value) for key, value in scaling.items()}}
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _mlp(content: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The kind of the MLP. Its layers must have biases exactly if those of attention have."""
-    kinds = {**{act: mlp for mlp, act in _ACTIVATIONS.items()}, "swish": "swiglu"}
+    kinds = {**{act: mlp for mlp, act in _ACTIVATIONS.items()}, "swish": "swiglu", "gelu_new": "geglu"}
     act = content.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in kinds:
         raise _refusal("hidden_act", act, f"gptexp has {listed(list(_ACTIVATIONS.values()))}")
@@ -164,6 +164,8 @@ def _windows(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
         return {"window": None}
     if not isinstance(kinds, list) or len(kinds) != content.get("num_hidden_layers", 32):
         raise _refusal("layer_types", kinds, "must be a list with a kind for each of num_hidden_layers")
+    if others := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise _refusal("layer_types", others[0], "gptexp has full_attention and sliding_attention")
     full = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     every = full[0] if full else None
     if every == 1 and len(full) == len(kinds):
@@ -175,27 +177,14 @@ def _windows(name: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_model(values: Mapping[str, Any]) -> ModelConfig:
     """The model with these values, which were read from a file. Raises `ConfigError` for values that are illegal."""
-    for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "n_kv_head", "head_dim", "n_mlp", "window"):
-        value = values.get(key)
-        optional = key in ("n_kv_head", "head_dim", "n_mlp", "window")
-        if not (value is None and optional) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{key}={shown(value)}: must be a whole number above 0", "out-of-range")
-    for key in ("bias", "tied"):
-        if not isinstance(value := values.get(key, True), bool):
-            raise ConfigError(f"{key}={shown(value)}: must be true or false", "wrong-type")
-    for key in ("norm_eps", "rope_theta"):
-        value = values.get(key, 1.0)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"{key}={shown(value)}: must be finite and above 0", "out-of-range")
-    if values["n_embd"] % values["n_head"] and values.get("head_dim") is None:
-        rule = f"not divisible by n_head={values['n_head']}"
-        raise ConfigError(f"n_embd={values['n_embd']}: {rule}", "heads-not-divisible")
-    if values["n_head"] % (values.get("n_kv_head") or 1):
-        rule = f"not divisible by n_kv_head={values['n_kv_head']}"
-        raise ConfigError(f"n_head={values['n_head']}: {rule}", "kv-heads-not-divisible")
-    model = ModelConfig(**values)
-    if model.position == "rope" and model.head_size % 2:
-        raise ConfigError(f"head_dim={model.head_size}: RoPE turns pairs of numbers; must be even", "head-size-odd")
+    try:
+        model: ModelConfig = from_dict({**values}, ModelConfig)
+    except ValueError as error:
+        raise ConfigError(first_line(error), "wrong-type") from None
+    if not isinstance(model.vocab_size, int):
+        raise ConfigError(f"vocab_size={shown(model.vocab_size)}: must be a whole number above 0", "wrong-type")
+    if found := model_problems(model):
+        raise ConfigError(found)
     return model
 
 

@@ -1,7 +1,6 @@
 """Fields of config dataclasses, each with the rule that its value must satisfy, and how a count is written."""
 
 import codecs
-import math
 import re
 from collections.abc import Callable
 from dataclasses import Field, field
@@ -12,8 +11,10 @@ from typing import Any
 AUTO = "auto"  # the value is chosen at run time; effective.json holds the choices that affect training
 OF_CODECS = "must be one of Python's codecs for text, such as utf-8, gbk, latin-1 or utf-16-le"
 MOST_LAYERS = 10_000  # more than any model has
+MOST_NUMBERS = 1_000_000  # more than the width of any layer
+MOST_ROWS = 2**31  # more than the ids of any tokenizer, and than the tokens of any context
 MOST_RANKS = 1_000_000  # more than any run has
-LIMIT = 2**63  # exclusive upper bound of counts: torch and numpy have 64-bit integers
+LIMIT = 2**63  # exclusive upper bound of numbers: torch and numpy have 64-bit integers, and float32 overflows at 2^128
 DIGITS = 30  # of the largest number that is read as a count, and then refused by its key's own rule
 
 _COUNT = re.compile(r"([+-]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)([kKMBG]?)")
@@ -65,25 +66,31 @@ def choice_or_null(*values: str) -> Any:
 
 def positive(default: Any) -> Any:
     """A number above 0."""
-    return ruled(default, lambda v: 0 < v < _limit(v), "must be finite and above 0 (integers: below 2^63)")
+    return ruled(default, lambda v: 0 < v < LIMIT, "must be above 0, below 2^63")
 
 
-def tokens_of_1024(default: Any) -> Any:
+def tokens_of_1024(default: Any, most: int | None = None) -> Any:
     """A number of tokens, above 0, whose k is 1,024: sizes of steps and contexts are usually powers of two.
 
     GPT-3's table writes 0.5M for steps of 524,288 tokens.
     """
-    return field(default=default, metadata={**positive(default).metadata, "unit": 1024})
+    plain = positive(default) if most is None else up_to(most, default)
+    return field(default=default, metadata={**plain.metadata, "unit": 1024})
 
 
 def not_negative(default: Any) -> Any:
     """A number of 0 or above."""
-    return ruled(default, lambda v: 0 <= v < _limit(v), "must be finite, 0 or above (integers: below 2^63)")
+    return ruled(default, lambda v: 0 <= v < LIMIT, "must be 0 or above, below 2^63")
 
 
 def up_to(most: int, default: int | None) -> Any:
     """A whole number from 1 to `most`: something is made for each of so many."""
     return ruled(default, lambda v: 0 < v <= most, f"must be from 1 to {most:,}")
+
+
+def size(default: int | None) -> Any:
+    """A number of heads, or the width of a layer."""
+    return up_to(MOST_NUMBERS, default)
 
 
 def ratio(default: float) -> Any:
@@ -96,10 +103,11 @@ def below_one(default: float) -> Any:
     return ruled(default, lambda v: 0 <= v < 1, "must lie in [0, 1)")
 
 
-def count_or_auto(default: int | str) -> Any:
-    """A whole number above 0, or auto."""
-    legal = lambda v: v == AUTO or (isinstance(v, int) and 0 < v < LIMIT)  # noqa: E731
-    return ruled(default, legal, "must be a whole number above 0, or auto")
+def count_or_auto(default: int | str, most: int = LIMIT - 1) -> Any:
+    """A whole number from 1 to `most`, or auto."""
+    legal = lambda v: v == AUTO or (isinstance(v, int) and 0 < v <= most)  # noqa: E731
+    rule = "above 0" if most >= LIMIT - 1 else f"from 1 to {most:,}"
+    return ruled(default, legal, f"must be a whole number {rule}, or auto")
 
 
 def directory_name(default: str | None) -> Any:
@@ -126,7 +134,3 @@ def is_encoding(name: str) -> bool:
         return codecs.getincrementaldecoder(name)("backslashreplace").decode(letter, True) == "a"
     except (LookupError, ValueError):
         return False
-
-
-def _limit(value: float) -> float:
-    return LIMIT if isinstance(value, int) else math.inf

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gptexp.config.schema import ModelConfig
 from gptexp.config.transformers_json import config_json, read_config_json
@@ -76,8 +77,11 @@ def test_there_and_back_gives_the_same_weights() -> None:
         ({"activation_function": "relu"}, "activation_function=relu: gptexp's GPT2LMHeadModel has gelu_new"),
         ({"model_type": "mistral"}, "model_type=mistral: gptexp has gpt2, llama, qwen3 and olmo2"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"n_inner": 0}, "n_mlp=0: must be a whole number above 0"),
-        ({"n_layer": 0}, "n_layer=0: must be a whole number above 0"),
+        ({"n_inner": 0}, "model.n_mlp=0: must be from 1"),
+        ({"n_layer": 10**400}, "model.n_layer=1000"),
+        ({"n_layer": None}, "n_layer=null"),
+        ({"vocab_size": "auto"}, "vocab_size=auto"),
+        ({"n_layer": 0}, "model.n_layer=0: must be from 1"),
         ({"vocab_size": "many"}, "vocab_size=many: must be a whole number above 0"),
     ],
 )
@@ -216,15 +220,39 @@ def test_a_block_that_transformers_lacks_is_refused_with_the_key(change: dict[st
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_act": ["silu"]}, "hidden_act="),
-        ({"head_dim": 7}, "head_dim=7"),
+        ({"head_dim": 7}, "model.head_dim"),
+        ({"hidden_size": 10**9}, "model.n_embd=1000000000"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2}}, "model.rope_scaling"),
         ({"model_type": ["llama"]}, "model_type="),
         ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": 3}, "layer_types=3"),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 11 + ["chunked_attention"],
+            },
+            "layer_types=chunked_attention",
+        ),
     ],
 )
 def test_a_llama_that_gptexp_lacks_is_refused_with_the_key(change: dict[str, Any], key: str) -> None:
     llama = ModelConfig(n_head=4, n_embd=32, bias=False, norm="rmsnorm", position="rope", mlp="swiglu")
     with pytest.raises(ConfigError, match=re.escape(key)):
         read_config_json({**config_json(llama, 90, None), **change})
+
+
+@pytest.mark.parametrize(
+    ("act", "mlp"),
+    [("silu", "swiglu"), ("swish", "swiglu"), ("gelu_new", "geglu"), ("gelu_pytorch_tanh", "geglu")],
+)
+def test_each_name_of_a_gate_is_read(act: str, mlp: str) -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-5, 5, 101)
+    gate = F.silu(x) if mlp == "swiglu" else F.gelu(x, approximate="tanh")
+    torch.testing.assert_close(ACT2FN[act](x), gate)
+    assert read_config_json({"model_type": "llama", "hidden_act": act}).mlp == mlp
 
 
 def test_the_defaults_of_transformers_are_read_where_a_file_leaves_them_out() -> None:

@@ -87,10 +87,10 @@ def test_a_value_of_a_wrong_type_does_not_prevent_the_report(
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("optim.lr", "nan", "optim.lr=nan: must be finite"),
+        ("optim.lr", "nan", "optim.lr=nan: must be above 0"),
         ("data.tokenizer", "klingon", "data.tokenizer=klingon: must be one of bytes, gpt2"),
         ("model.n_head", "5", "model.n_embd=768: not divisible by model.n_head=5"),
-        ("batch.total_batch_size", "-4096", "batch.total_batch_size=-4096: must be finite and above 0"),
+        ("batch.total_batch_size", "-4096", "batch.total_batch_size=-4096: must be above 0"),
     ],
 )
 def test_a_run_with_an_illegal_config_is_left_out_and_named(tmp_path: Path, key: str, value: str, why: str) -> None:

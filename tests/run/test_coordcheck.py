@@ -173,7 +173,7 @@ def test_the_verdict_over_widths_up_to_512(tmp_path: Path, own: list[str], passe
         (["--widths", "64"], "--widths=64: must be two or more different widths above 0"),
         (["--widths", "64,72"], "--widths=64,72: 72 is not a multiple of the head size 16"),
         (["--seeds", "0"], "--seeds=0: must be 1 or above"),
-        (["--lr", "0"], "optim.lr=0.0: must be finite and above 0"),
+        (["--lr", "0"], "optim.lr=0.0: must be above 0"),
         (["optim.lr=1e-3"], "optim.lr=1e-3: the coordinate check does not read optim.lr; give --lr in its place"),
         (["optim.gradient_noise=0.1"], "optim.gradient_noise: the coordinate check adds no noise to gradients; leave"),
         (["world=ddp2"], "world=ddp2: the coordinate check does not read world; leave it out"),
