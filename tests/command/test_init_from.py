@@ -268,7 +268,7 @@ def test_an_index_that_an_earlier_model_has_left_behind_does_not_count(tmp_path:
         ({"model_type": "mistral"}, "other-architecture"),
         ({"activation_function": "relu"}, "other-architecture"),
         ({"n_inner": 0}, "out-of-range"),
-        ({"n_embd": "wide"}, "out-of-range"),
+        ({"n_embd": "wide"}, "wrong-type"),
         ({"n_head": 5}, "heads-not-divisible"),
     ],
 )

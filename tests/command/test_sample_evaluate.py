@@ -153,7 +153,7 @@ def test_another_model_than_was_trained_is_refused(
     assert why in refused.stderr
 
 
-@pytest.mark.parametrize(("key", "size"), [("n_layer", 10_000), ("n_embd", 3_200_000_000)])
+@pytest.mark.parametrize(("key", "size"), [("n_layer", 10_000), ("n_embd", 1_000_000)])
 def test_a_strangers_huge_model_is_refused_before_it_is_built(
     copied: Path, gptexp: Gptexp, key: str, size: int
 ) -> None:

@@ -125,7 +125,7 @@ def test_a_too_short_text_exits_with_3(gptexp: Gptexp, tiny: list[str], tmp_path
 
 
 def test_a_diverged_run_exits_with_5(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
-    wild = gptexp("train", *tiny, "optim.lr=1e30", "optim.grad_clip=0", "hydra.run.dir=wild", "train.max_steps=20")
+    wild = gptexp("train", *tiny, "optim.lr=1e18", "optim.grad_clip=0", "hydra.run.dir=wild", "train.max_steps=20")
     assert wild.returncode == 5, wild.stderr
     assert "diverged" in wild.stderr
     assert summary(tmp_path / "wild")["status"] == "diverged"
