@@ -60,6 +60,7 @@ def become(argv: list[str], cwd: str, env: dict[str, str], timeout: float, stdou
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))  # as a new interpreter has them
     # The server's stdin holds the next requests.
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, stdout), (2, stderr)):
         os.dup2(source, target)

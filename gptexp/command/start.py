@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptexp.config import rules
-from gptexp.config.schema import Config
+from gptexp.config.schema import Config, with_parts
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError
 from gptexp.process.imports import permanent
@@ -54,7 +54,7 @@ def resume(
             f"checkpoint with gptexp train branch_from={directory}"
         )
     directory = directory.absolute()
-    config = run_dir.load_config(directory)
+    config = with_parts(run_dir.load_config(directory))
     if world_size is not None:
         if world_size < 1:
             raise ConfigError(f"--world-size={world_size}: must be 1 or above", "out-of-range")

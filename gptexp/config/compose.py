@@ -16,10 +16,14 @@ from urllib.parse import quote
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -29,6 +33,7 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import override_problems, secret_problems, structured
+from gptexp.config.parts import TARGET, keys_class, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -39,7 +44,7 @@ from gptexp.config.paths import (
     is_path_list,
     own_config,
 )
-from gptexp.config.schema import Config, FittedConfig, field_problem, fields_of, optimizers_with
+from gptexp.config.schema import PARTS, Config, FittedConfig, field_problem, fields_of, optimizers_with
 from gptexp.config.spelling import MAY_BE_NULL, NULL, canonical
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
@@ -53,12 +58,46 @@ def register_schema() -> None:
     """Make the schema, and the resolvers of `optim=fitted` and of a run's directory, known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     OmegaConf.register_new_resolver("or_trial", or_trial, replace=True)
+    Plugins.instance()  # registers the source of files that `PartFiles` replaces
+    SourcesRegistry.instance().types["file"] = PartFiles
     store = ConfigStore.instance()
     store.store(name="schema", node=structured(Config(optim=OptimConfig())))
     for name, keys in OPTIMIZERS.items():
         store.store(group="optim_keys", name=name, node=structured(keys()))
     for group in MAY_BE_NULL:
         store.store(group=group, name=NULL, node={}, package="_global_")
+
+
+class PartFiles(FileConfigSource):
+    """Hydra's YAML files, of which some name parts of the user's own: these have their keys in GROUP_keys/NAME.
+
+    The keys are typed by the part, so they are merged before any file sets one of them.
+    """
+
+    def is_config(self, config_path: str) -> bool:
+        return super().is_config(config_path) or self._part(config_path) is not None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if (part := self._part(config_path)) is not None:
+            keys = structured(keys_class(*part)())  # type: ignore[arg-type]  # mypy: a type has no hash
+            return ConfigResult(self.provider, f"file://{self.path}", keys, header={"package": None})
+        result = super().load_config(config_path)
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        if group in PARTS.values() and isinstance(result.config, DictConfig) and TARGET in result.config:
+            del result.config[TARGET]
+            chosen = {f"override /{group}_keys@_global_.{group}": name}
+            values = {**result.config, "name": name, "defaults": [*result.config.get("defaults", []), chosen]}
+            result.config = OmegaConf.create(values)
+        return result
+
+    def _part(self, config_path: str) -> tuple[type[Any], str, str, str] | None:
+        """(class of its group, group, name, target) of the part whose keys have this path."""
+        folder, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        base = next((cls for cls, group in PARTS.items() if folder == f"{group}_keys"), None)
+        if base is None:
+            return None
+        target = target_in(Path(self.path) / PARTS[base] / f"{name}.yaml")
+        return None if target is None else (base, PARTS[base], name, target)
 
 
 @contextmanager
@@ -190,18 +229,22 @@ def _one_line(error: BaseException) -> str:
     keys = [key for line in lines if line.startswith("full_key:") and (key := line.removeprefix("full_key:").strip())]
     text = " ".join(kept)
     if match := _NO_SUCH_KEY.search(text):
-        return _of_another_optimizer(match[1], match[2], text)
+        return _no_such_key(match[1], match[2], text)
     return f"{keys[-1]}: {text}" if keys and keys[-1] not in text else text
 
 
 _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
-_NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join(_CLASSES)})'")
+_OF_PARTS = [f"{group}_[^']+" for group in PARTS.values()]
+_NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join([*_CLASSES, *_OF_PARTS])})'")
 
 
-def _of_another_optimizer(key: str, cls: str, text: str) -> Problem:
-    """The error for a key that the chosen optimizer does not have. `text` is Hydra's message about it."""
-    name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
+def _no_such_key(key: str, cls: str, text: str) -> Problem:
+    """The error for a key that the chosen optimizer or part does not have. `text` is Hydra's message about it."""
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
+    if cls not in _CLASSES:
+        group, _, name = cls.partition("_")
+        return Problem("unknown-key", f"{group}.{key}{setter}: {group}={name} takes no parameter of this name")
+    name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     others = f", but of {', '.join(having)}" if having else ""
     keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")
     rule = f"not a key of optim={name}{others}; keys of optim={name}: {keys}"

@@ -220,9 +220,9 @@ def settings_by_place(file: Path, group: str) -> list[tuple[str, str]]:
         if isinstance(entry, str) and entry != file.stem:
             extended = (folder / f"{entry}.yaml" for folder in (file.parent, conf_dir() / group))
             chosen += [*settings_by_place(base, group)] if (base := next(filter(Path.is_file, extended), None)) else []
-        elif isinstance(entry, dict):  # optim_keys says which keys an optimizer has, and sets none
+        elif isinstance(entry, dict):  # optim_keys@optim says which keys an optimizer has, and sets none
             options = {name.removeprefix("override ").removeprefix("/"): option for name, option in entry.items()}
-            chosen += [(name, option) for name, option in options.items() if not name.startswith("optim_keys@")]
+            chosen += [(name, option) for name, option in options.items() if "_keys@" not in name]
     return [*chosen, *_flat(values, "" if package in ("", "_global_") else f"{package}.")]
 
 

@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -24,9 +25,11 @@ from omegaconf import DictConfig, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from gptexp.config.describe import PACKAGE, nearest
+from gptexp.config.parts import keys_class, target_in
 from gptexp.config.paths import Groups, options
 from gptexp.config.schema import (
     NUMBER,
+    PARTS,
     Config,
     every_key,
     field_problem,
@@ -48,6 +51,9 @@ def quoted(text: str) -> str:
     """`text` as a value that neither Hydra nor OmegaConf changes."""
     uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(uninterpolated, Quote.double).with_quotes()
+
+
+OwnKeys = dict[str, tuple[dataclasses.Field[Any], type]]  # key of a part -> its field, and the class that has it
 
 
 class Count(IntegerNode):
@@ -89,7 +95,9 @@ def structured(config: Any) -> DictConfig:
 
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
-    fields, groups = fields_by_key(), options(folders)
+    groups = options(folders)
+    own = _keys_of_parts(overrides, groups)
+    fields = {**fields_by_key(), **{key: f for key, (f, _) in own.items()}}
     parser = OverridesParser.create()
     problems = list[Problem]()
     for text, spelt in zip(overrides, canonical(overrides), strict=True):
@@ -108,8 +116,27 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
         # Secrets are refused here too, because Hydra saves the overrides before the config is checked.
         secrets = list(secret_problems((override.key_or_group, value) for value in _values(override)))
         misuse = _misuse(override, shown(text), fields, groups, multirun)
-        problems += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups))
+        problems += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups, own))
     return problems
+
+
+def _keys_of_parts(overrides: Sequence[str], groups: Groups) -> OwnKeys:
+    """The keys of the user's own parts in the groups of keys that gptexp does not have.
+
+    Imports the parts that the overrides choose, else all of these groups; of those it leaves out what is no part.
+    """
+    unknown = {text.partition("=")[0] for text in overrides} - {*fields_by_key(), *groups}
+    own: OwnKeys = {}
+    for base, group in PARTS.items():
+        files = groups.get(group, {}) if any(key.startswith(f"{group}.") for key in unknown) else {}
+        chosen = [name for name in files if f"{group}={name}" in overrides]
+        for name in chosen or files:
+            target = target_in(files[name])
+            with nullcontext() if chosen else suppress(ConfigError):
+                keys = keys_class(base, group, name, target) if target is not None else None
+                of_part = {f"{group}.{f.name}": (f, keys) for f in dataclasses.fields(keys)} if keys else {}
+                own = {key: value for key, value in of_part.items() if key not in fields_by_key()} | own
+    return own
 
 
 def parse_override(parser: OverridesParser, spelt: str) -> Override:
@@ -177,13 +204,15 @@ def _is_hydras(key: str) -> bool:
     return re.match(r"hydra[./]", key) is not None
 
 
-def _wrong_values(override: Override, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> list[Problem]:
+def _wrong_values(
+    override: Override, fields: dict[str, dataclasses.Field[Any]], groups: Groups, own: OwnKeys
+) -> list[Problem]:
     """The problems of the values of an override."""
     key = override.key_or_group
     if _is_hydras(key):
         return []
     problems = (
-        _wrong_option(key, value, groups[key]) if key in groups else _wrong_value(key, fields[key], value)
+        _wrong_option(key, value, groups[key]) if key in groups else _wrong_value(key, fields[key], value, own)
         for value in _values(override)
     )
     return [problem for problem in problems if problem]
@@ -232,11 +261,12 @@ def _sections() -> dict[str, DictConfig]:
     return {key: sections[cls] for key, cls in classes.items()}
 
 
-def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any) -> Problem | None:
+def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, own: OwnKeys) -> Problem | None:
     if isinstance(value, str) and "${" in value:
         return None  # Hydra resolves and checks an interpolation
     kind = kinds_of(field)[0]
-    section, name = _sections()[key], key.rpartition(".")[2]
+    section = structured(own[key][1]()) if key in own else _sections()[key]
+    name = key.rpartition(".")[2]
     try:
         OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool

@@ -93,13 +93,16 @@ def own_config(config_dir: str | None, config_name: str | None) -> Path | None:
 
 
 def options(folders: Sequence[Path]) -> Groups:
-    """The config groups with their files, except `base`, which is not selectable. Earlier folders win over later."""
+    """The config groups with their files, except `base`, which is not selectable.
+
+    Raises `ConfigError` if two folders have the same option: Hydra would take the first one's.
+    """
     groups: Groups = {}
     for folder in folders:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("hydra/*/*.yaml")):
             group = file.parent.relative_to(folder).as_posix()
-            if group != "base":
-                groups.setdefault(group, {}).setdefault(file.stem, file)
+            if group != "base" and groups.setdefault(group, {}).setdefault(file.stem, file) != file:
+                raise ConfigError(f"{file}: gptexp has {group}={file.stem}; rename the file", "name-taken")
     return groups
 
 

@@ -7,17 +7,26 @@ rule and the fix, and has the code of its rule. A rule stops silently where it r
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gptexp.config import batch, paths
+from gptexp.config import batch, parts, paths
 from gptexp.config.fitted import fitted_problems
 from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.scaling import scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import ATTENTION_DEVICES, HELLASWAG, Config, ModelConfig, every_key, field_problems
+from gptexp.config.schema import (
+    ATTENTION_DEVICES,
+    HELLASWAG,
+    Config,
+    ModelConfig,
+    every_key,
+    field_problems,
+    parts_of,
+)
 from gptexp.config.vocabulary import CHARS, NAMES, VOCAB_SIZES, padded, padding_multiple
 from gptexp.optim import OPTIMIZERS, optimizers_that
 from gptexp.optim.base import OptimConfig, TwoMomentsConfig
@@ -35,6 +44,7 @@ LENGTHS_IN_STEPS = {
     "schedule.decay_steps": "the number of decay tokens",
 }
 TOKENIZER_RULE = f"must be one of {', '.join(NAMES)}, or the path of a tokenizer.json"
+FACTORS_TRIED = 1000  # of a schedule of the user's own, before the run starts
 MOST_QUANTA = 10_000  # most quanta in a step: a ramp may have a level for each
 
 # The keys of model.rope_scaling, in transformers' names.
@@ -168,6 +178,11 @@ def model_problems(model: ModelConfig) -> list[Problem]:
     return [*field_problems(cfg).values()] or _broken((_model,), cfg, 1, ())
 
 
+def _parts(cfg: Config, _: int) -> Iterator[Problem]:
+    for group, section in parts_of(cfg).items():
+        yield from parts.problems_of(partial(parts.bound, group, section))
+
+
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
     m = cfg.model
     if m.n_embd % m.n_head and m.head_dim is None:
@@ -194,10 +209,7 @@ def _model(cfg: Config, _: int) -> Iterator[Problem]:
         rule = f"must be from 2 to model.n_layer={m.n_layer}, so that some blocks have the window and some do not"
         yield _refusal(cfg, "model.window_every", "out-of-range", rule)
     width, heads = m.base_n_embd or m.n_embd, m.base_n_head or m.n_head
-    if m.head_dim is not None and m.base_n_head is not None:
-        rule = f"the base's heads have model.head_dim={m.head_dim} numbers, however many there are; leave it out"
-        yield _refusal(cfg, "model.base_n_head", "key-not-read", rule)
-    elif m.head_dim is None and width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
+    if m.head_dim is None and width % heads and (m.base_n_embd, m.base_n_head) != (None, None):
         rule = f"not divisible by the {counted(heads, 'head')} of the base; set base_n_head"
         yield Problem("base-heads-not-divisible", f"model.base_n_embd={width}: {rule}")
 
@@ -232,6 +244,9 @@ def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
         rule = f"its learning rates are for updates like Adam's, unlike those of optim={optim.name}"
         fix = f"use {optimizers_that('is_like_adam')}"
         yield _refusal(cfg, "model.parametrisation", "parametrisation-of-adam", f"{rule}; {fix}")
+    if cfg.model.head_dim is not None and cfg.model.base_n_head is not None:
+        rule = f"heads of the base have model.head_dim={cfg.model.head_dim} numbers, however many there are"
+        yield _refusal(cfg, "model.base_n_head", "key-not-read", f"{rule}; leave it out")
     if chosen != "standard" and cfg.model.base_n_embd is None:
         rule = (
             f"model.parametrisation={chosen} corrects for how much wider a model is than a base; set "
@@ -426,6 +441,9 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, key, "warmup-too-long", rule)
     if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
         yield _refusal(cfg, key, "warmup-missing", "inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0")
+    if "schedule" in parts_of(cfg) and not parts.problems_of(partial(parts.bound, "schedule", cfg.schedule)):
+        steps_tried = range(0, run_tokens, max(1, run_tokens // FACTORS_TRIED))
+        yield from parts.problems_of(lambda: [schedule.lr_factor(tokens, 1) for tokens in steps_tried])
     key = length_key(cfg, "decay")
     ends_early = key != "schedule.decay_ratio" or cfg.schedule.decay_ratio < 1  # else `warmup-too-long` covers it
     if cfg.schedule.name in ("cosine", "linear", "wsd") and ends_early and decay <= warmup:
@@ -608,7 +626,7 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
 
 # `problems` applies `_ramp` before these.
 RULES: tuple[Rule, ...] = (
-    _unread, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks, _noise, _optimizer,
-    _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems, _machine,
+    _unread, _parts, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks, _noise,
+    _optimizer, _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems, _machine,
 )  # fmt: skip
 RULES_OF_SAVED: tuple[Rule, ...] = (_model, _sequence, _saved_tokenizer, _ramp, _scaling)

@@ -7,9 +7,13 @@ run: GPT-3 decays over 260B of its 300B tokens (arXiv 2005.14165, appendix B).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
+from gptexp.config.parts import bound, is_part
 from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
 from gptexp.process.fields import LIMIT
 
 
@@ -23,6 +27,7 @@ class Schedule:
     min_lr_ratio: float
     cooldown_ratio: float
     cooldown: str
+    own: Callable[[], Callable[[int, int, int], float]] | None = None  # imports the user's own factor after the warm-up
 
     def lr_factor(self, tokens_before: int, step_tokens: int) -> float:
         """Factor of the peak learning rate for the step that consumes `step_tokens` after `tokens_before`."""
@@ -35,7 +40,7 @@ class Schedule:
         """The tokens up to which the factor is that of the warm-up, and then 1."""
         if self.name == "constant":
             return LIMIT
-        if self.name == "inverse_sqrt":
+        if self.name == "inverse_sqrt" or self.own is not None:
             return self.warmup_tokens
         return min(self._decay_start, self.decay_tokens)
 
@@ -46,6 +51,12 @@ class Schedule:
         return max(self.warmup_tokens, round((1 - self.cooldown_ratio) * self.decay_tokens))
 
     def _decay(self, tokens: int) -> float:
+        if self.own is not None:
+            factor = self.own()(tokens, self.warmup_tokens, self.decay_tokens)
+            if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
+                rule = "must give a finite number, 0 or above"
+                raise ConfigError(f"schedule={self.name}: gives {factor} at {tokens:,} tokens; {rule}", "wrong-factor")
+            return float(factor)
         if self.name == "constant":
             return 1.0
         if self.name == "inverse_sqrt":
@@ -76,4 +87,5 @@ def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
         decay = c.decay_tokens
     else:
         decay = round(c.decay_ratio * run_tokens)
-    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown)
+    own = cache(partial(bound, "schedule", c)) if is_part(c) else None
+    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown, own)

@@ -23,6 +23,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from gptexp.config.batch import StepSizes
+from gptexp.config.parts import SOURCE, TARGET, is_part, loaded, saved_class
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.optim.base import OptimConfig
@@ -567,6 +568,19 @@ def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
     return Problem("not-a-choice", f"{assignment}: must be one of {', '.join(choices)}")
 
 
+PARTS = {OptimConfig: "optim", ScheduleConfig: "schedule"}  # sections that may be a part of the user's own
+
+
+def parts_of(config: Config) -> dict[str, Any]:
+    """Group -> section, for the sections that are parts of the user's own."""
+    return {group: getattr(config, group) for group in PARTS.values() if is_part(getattr(config, group))}
+
+
+def with_parts(config: Config) -> Config:
+    """A config that was read from a run, with its parts imported. Raises `ConfigError`."""
+    return replace(config, **{group: loaded(group, section) for group, section in parts_of(config).items()})
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config dataclass to nested dictionaries and lists for YAML and JSON."""
     return dataclasses.asdict(config)
@@ -582,7 +596,10 @@ def from_dict(values: dict[str, Any], cls: type[Any] = Config) -> Any:
     rebuilt = {}
     for name, value in values.items():
         kind = fields[name].type
-        if kind is OptimConfig and isinstance(value, dict):
+        if kind in PARTS and isinstance(value, dict) and TARGET in value:
+            texts = [str(value.get(key)) for key in ("name", TARGET, SOURCE)]
+            kind = saved_class(kind, name, *texts, tuple(value))  # type: ignore[arg-type]  # mypy: a type has no hash
+        elif kind is OptimConfig and isinstance(value, dict):
             optimizer = str(value.get("name", AdamWConfig.name))
             if optimizer not in OPTIMIZERS:
                 raise ValueError(f"optim.name={optimizer} in a saved Config: no such optimizer")

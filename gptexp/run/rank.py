@@ -14,7 +14,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from gptexp.config.branching import Parent
-from gptexp.config.schema import HELLASWAG, Config, to_dict
+from gptexp.config.parts import origin
+from gptexp.config.schema import HELLASWAG, Config, parts_of, to_dict, with_parts
 from gptexp.config.vocabulary import with_vocab_size
 from gptexp.data.agreement import open_shared_dataset
 from gptexp.data.cache import downloads_dir
@@ -125,6 +126,10 @@ def run(job: Job) -> int:
 
 
 def _run(job: Job) -> int:
+    job = replace(job, cfg=with_parts(job.cfg))
+    if job.rank.is_main:
+        for group, section in parts_of(job.cfg).items():
+            say(f"part            {origin(group, section)}")
     prepared = prepare(job)
     decision = decide(job, prepared)
     job = replace(job, cfg=with_vocab_size(job.cfg, decision.effective.vocab_size.value))

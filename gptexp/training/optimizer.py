@@ -1,6 +1,6 @@
 """Optimizers, with weight decay on matrices only, and their parameter groups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +16,7 @@ from gptexp.model.parametrisation import Factors, optimizer_factors
 from gptexp.optim.base import Groups, Named, OptimConfig
 from gptexp.process.words import shown
 
+BUILT = "built"  # key in a group: the numbers that it was built with
 TRAINED = "trained"  # key in the state of an optimizer that averages weights: the weights at which it trains
 
 
@@ -95,8 +96,15 @@ def build_optimizer(
     else:
         optimizer = cfg.build(groups, named, fused)
     for group in optimizer.param_groups:
+        group[BUILT] = numbers_in(group)
         group["initial_lr"] = group["lr"]  # the name that torch's schedulers use
     return optimizer
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers among the values of a group or of a state, without the learning rate, which each step sets."""
+    rates = ("lr", "initial_lr")
+    return {key: value for key, value in values.items() if type(value) in (int, float) and key not in rates}
 
 
 def has_split_state(optimizer: Optimizer) -> bool:

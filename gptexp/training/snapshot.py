@@ -1,7 +1,9 @@
 """Saves and loads the tensors of a checkpoint, of which each rank has all or a part."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,8 @@ from gptexp.process.words import counted
 from gptexp.storage import checkpoint
 from gptexp.storage.checkpoint import Layout, Tensors
 from gptexp.storage.tensor_files import AVERAGE, MODEL, OPTIMIZER, Part
-from gptexp.training.optimizer import has_split_state, weights_for_use
+from gptexp.training.optimizer import BUILT, has_split_state, numbers_in, weights_for_use
 from gptexp.training.weight_average import WeightAverage
-
-COUNTS = ("step", "k", "weight_sum", "lr_max")  # counters in the groups of some optimizers; no hyperparameters
 
 
 def is_shared(parameters: Parameters, optimizer: Optimizer) -> bool:
@@ -34,8 +34,12 @@ def tensors_to_save(parameters: Parameters, optimizer: Optimizer, average: Weigh
         files[OPTIMIZER] = world_size()
         if rank_index() > 0:
             parts = {OPTIMIZER: parts[OPTIMIZER]}
-    counts = [{key: group[key] for key in COUNTS if key in group} for group in optimizer.param_groups]
-    return Tensors(parts, Layout(files, parameters.split, counts))
+    return Tensors(parts, Layout(files, parameters.split, [_counts(group) for group in optimizer.param_groups]))
+
+
+def _counts(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The counters that some optimizers have in a group: numbers that have changed since it was built."""
+    return {key: value for key, value in numbers_in(group).items() if value != group[BUILT].get(key)}
 
 
 def load_checkpoint(
@@ -53,6 +57,8 @@ def load_checkpoint(
     with weights_for_use(optimizer):  # a checkpoint is saved with these
         for kind, parts in _parts(parameters, optimizer, average).items():
             checkpoint.read(path, kind, parts)
+            if kind == OPTIMIZER:
+                _set_numbers(own_optimizer, parameters, parts)
     for group, saved in zip(groups, counts, strict=True):
         if unknown := saved.keys() - group.keys():
             why = f"of another version of its optimizer, which counted {', '.join(sorted(unknown))}"
@@ -79,10 +85,26 @@ def _parts(parameters: Parameters, optimizer: Optimizer, average: WeightAverage 
     for p, values in _of_this_rank(optimizer).state.items():
         tensors = {f"{names[p]}.{key}": tensor for key, tensor in state_tensors(values)}
         state |= {key: _part(parameters, names[p], tensor) for key, tensor in tensors.items()}
+    for name, values, key in _numbers(_of_this_rank(optimizer), parameters):
+        state[name] = Part(torch.tensor(values[key], dtype=torch.float64))
     parts = {MODEL: _own(parameters, parameters.named), OPTIMIZER: state}
     if average is not None:
         parts[AVERAGE] = _own(parameters, average.tensors())
     return parts
+
+
+def _numbers(optimizer: Optimizer, parameters: Parameters) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name, the state and the key of each number in the state of a parameter that is no hyperparameter."""
+    names: dict[Tensor, str] = {p: name for name, p in parameters.named.items()}
+    hyperparameters = inspect.signature(type(optimizer)).parameters
+    for p, values in optimizer.state.items():
+        for key in numbers_in(values).keys() - hyperparameters.keys():
+            yield f"{names[p]}.{key}", values, key
+
+
+def _set_numbers(optimizer: Optimizer, parameters: Parameters, read: Mapping[str, Part]) -> None:
+    for name, values, key in _numbers(optimizer, parameters):
+        values[key] = type(values[key])(read[name].tensor.item())
 
 
 def _own(parameters: Parameters, tensors: Mapping[str, Tensor]) -> dict[str, Part]:

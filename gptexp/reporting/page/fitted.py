@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from gptexp.config.parts import SOURCE, TARGET
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.base import OptimConfig
@@ -117,7 +118,7 @@ def _other_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         exponent = 1 - exponents[config["scaling.lr"]]
         keys["weight_decay"] = _power_law(keys["weight_decay"], config["scaling.reference_tokens"], exponent)
-    return {key: value for key, value in keys.items() if key not in ("name", "lr")}
+    return {key: value for key, value in keys.items() if key not in ("name", "lr", TARGET, SOURCE)}
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from gptexp.config.budget import as_typed_budget
+from gptexp.config.parts import SOURCE, TARGET
 from gptexp.process.terminal import as_command
 from gptexp.process.words import counted, shown
 from gptexp.reporting.listings.progress import is_unfinished
 from gptexp.reporting.listings.records import AXES, lr_scaling
 from gptexp.reporting.listings.search import SearchHistory
-from gptexp.reporting.statistics.analysis import OPTIMIZER, TEXT, Analysis, Arm
+from gptexp.reporting.statistics.analysis import TEXT, Analysis, Arm
 from gptexp.reporting.statistics.curves import CLOSEST, OUTSIDE, BatchFit, Curve, one_step_outside
 from gptexp.reporting.statistics.forms import Array
 from gptexp.reporting.statistics.posterior import NARROWEST
@@ -154,14 +155,16 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     if not lrs:
         return None
     choices = {key: value for key, value in arm.choices.items() if key != TEXT}
-    if OPTIMIZER in choices:  # the option also chooses the optimizer's keys
-        choices = {"optim": choices.pop(OPTIMIZER), **choices}
+    # These options also choose the keys of their group.
+    for group in ("optim", *(key.rpartition(".")[0] for key in choices if key.endswith(f".{TARGET}"))):
+        if f"{group}.name" in choices:
+            choices = {group: choices.pop(f"{group}.name"), **choices}
     scaled = lr_scaling(arm.runs[0].config, batch)
     rates = ",".join(format(lr / scaled, ".6g" if exists(lr) else ".3g") for lr in lrs)
     swept = [f"batch.total_batch_size={batch}", f"optim.lr={rates}"]
     if seeds := cells.seeds or _usual_seed(arm, sweep):
         swept.append(f"train.seed={','.join(map(str, seeds))}")
-    chosen = [f"{key}={_typed(value)}" for key, value in choices.items()]
+    chosen = [f"{key}={_typed(value)}" for key, value in choices.items() if not key.endswith((TARGET, SOURCE))]
     own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, batch)]
     replaced = {text.partition("=")[0] for text in own} | {*AXES}
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]

@@ -1,0 +1,1 @@
+"""A lab's own parts of an experiment."""

@@ -1,0 +1,39 @@
+"""What gptexp gives to a part of the user's own, and what it expects of it. examples/own_parts has one of each.
+
+A part is a class or a function in an importable package. Its other parameters are its keys: their names, types and
+defaults are those of the config. Types that YAML can hold are bool, int, float, str, list, tuple and dict, or one of
+them or None.
+"""
+
+from typing import Any, Protocol
+
+
+class Optimizer(Protocol):
+    """`optim`: a class derived from `torch.optim.Optimizer`, called with `params` and its keys.
+
+    `params` are groups, each with the `lr` and `weight_decay` of its parameters; that of vectors is 0. gptexp sets the
+    `lr` of each group before every step, and clips the gradients. Everything that a later step needs is in
+    `state_dict()`: a run that is killed and resumed must end with the same bits.
+
+    The class may say what else gptexp may do with it, by the class variables of `OptimConfig` (gptexp/optim/base.py).
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def __init__(self, params: "list[dict[str, Any]]", lr: float) -> None: ...
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Schedule(Protocol):
+    """`schedule`: a function that gives the factor of the peak learning rate after the warm-up, 0 or above.
+
+    `tokens` were read before the step. The warm-up, which is gptexp's, ends at `warmup_tokens`, and the decay should
+    end at `decay_tokens`; all count from the start of the run.
+    """
+
+    def __call__(self, tokens: int, warmup_tokens: int, decay_tokens: int) -> float: ...

@@ -1,0 +1,238 @@
+"""Parts of the user's own, such as an optimizer in the user's package: their keys, their saved form, their import.
+
+A part is an option of `optim` or `schedule` whose file in the user's --config-dir has `_target_: package.module.NAME`.
+Its keys are the parameters of what the name stands for, with their types and defaults. contracts.py says what gptexp
+gives to it and expects of it.
+
+The config of a run holds the target, the hash of its source file, and its keys as they are. To read it imports nothing,
+so a report never runs a stranger's code. `bound` imports the target: from what is installed or on PYTHONPATH, and never
+from a run's directory.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from importlib import import_module
+from operator import eq
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from gptexp.process.errors import ConfigError, Problem, first_line
+from gptexp.process.fields import ruled
+from gptexp.process.imports import permanent
+from gptexp.process.words import shown
+
+TARGET, SOURCE = "_target_", "_source_"
+DIGITS = 16  # of the hash of a source file
+GIVEN = {  # group -> the parameters that gptexp gives; the others are keys
+    "optim": ("params",),
+    "schedule": ("tokens", "warmup_tokens", "decay_tokens"),
+}
+_PLAIN = (bool, int, float, str)
+
+
+def target_in(file: Path) -> str | None:
+    """The target that a YAML file names; None if it is an ordinary file."""
+    try:
+        content = yaml.load(file.read_text(), yaml.BaseLoader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # Hydra says why
+    return content.get(TARGET) if isinstance(content, dict) else None
+
+
+@cache
+def imported(group: str, target: str) -> Callable[..., Any]:
+    """What the dotted name `target` stands for. Raises `ConfigError` unless it can be a part of `group`."""
+
+    def refuse(code: str, rule: str) -> ConfigError:
+        return ConfigError(f"{group}.{TARGET}={shown(target)}: {rule}", code)
+
+    module, _, name = target.rpartition(".")
+    if not module or not all(part.isidentifier() for part in target.split(".")):
+        raise refuse("not-a-target", "must be a dotted name, such as my_lab.optim.Sophia")
+    if module.partition(".")[0] in {*sys.stdlib_module_names, "gptexp"}:
+        raise refuse("not-a-target", "must be in a package of your own")
+    try:
+        found = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        fix = "install the package (pip install -e .), or put its folder on PYTHONPATH"
+        raise refuse("not-importable", f"{first_line(error)}; {fix}") from None
+    except AttributeError:
+        raise refuse("not-importable", f"{module} has no {name}") from None
+    except Exception as error:  # whatever the user's module raises
+        raise refuse("not-importable", in_one_line(error)) from error
+    if why := _why_no_part(group, found):
+        raise refuse("wrong-contract", why)
+    return found  # type: ignore[no-any-return]
+
+
+def in_one_line(error: Exception) -> str:
+    """The type of an error of the user's code, its text, and the line that raised it."""
+    *_, at = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+
+
+def _why_no_part(group: str, found: Any) -> str | None:
+    """What the contract of the group asks for and `found` lacks."""
+    if not callable(found):
+        return f"is a {type(found).__name__}, not a class or a function"
+    try:
+        inspect.getsource(inspect.getmodule(found) or found)
+        parameters = inspect.signature(found).parameters
+    except (OSError, TypeError, ValueError):
+        return "has no Python source"
+    given = GIVEN[group]
+    if (first := tuple(parameters)[: len(given)]) != given:
+        return f"must take {', '.join(given)} first, and takes {', '.join(first) or 'nothing'}"
+    if group == "optim":
+        with permanent():
+            from torch.optim import Optimizer  # the user's module has imported torch already
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            return "must be a class derived from torch.optim.Optimizer"
+        if "lr" not in parameters:
+            return "must take lr, the peak learning rate"
+    for name, parameter in keys_among(group, parameters).items():
+        if parameter.default is parameter.empty and _kind(found, parameter) is None:
+            return f"takes {name}, whose type {parameter.annotation} cannot be written in YAML; give it a default"
+    return None
+
+
+def keys_among(group: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """The parameters that are keys: neither given by gptexp, nor *args or **kwargs."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in parameters.items() if name not in GIVEN[group] and p.kind in named}
+
+
+def _kind(found: Any, parameter: inspect.Parameter) -> Any:
+    """The type of a key: the parameter's if YAML can hold it, else that of its default; None if neither will do."""
+    try:
+        hints = get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    except Exception:  # an annotation that does not evaluate counts as none
+        hints = {}
+    hint = hints.get(parameter.name)
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [option for option in options if option is not type(None)]
+    kind = get_origin(kinds[0]) or kinds[0] if len(kinds) == 1 else None
+    if kind not in (*_PLAIN, list, tuple, dict):
+        default = parameter.default
+        kind = type(default) if isinstance(default, (*_PLAIN, list, tuple, dict)) else None
+    if kind in (list, tuple, dict):
+        return Any
+    return kind | None if kind is not None and len(kinds) < len(options) else kind
+
+
+def source_hash(found: Callable[..., Any]) -> str:
+    """The hash of the file that defines the part."""
+    file = inspect.getsourcefile(inspect.unwrap(found))
+    return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()[:DIGITS]
+
+
+@cache
+def keys_class(base: type[Any], group: str, name: str, target: str) -> type[Any]:
+    """`base`, a dataclass of the group's keys, with the keys of the part that the option `name` chooses.
+
+    Its class variables that the part has too are the part's: `may_split_rows` of an optimizer, for example. Raises
+    `ConfigError`.
+    """
+    found = imported(group, target)
+    own = keys_among(group, inspect.signature(found).parameters)
+    fields = _fixed_fields(group, name, target, source_hash(found))
+    for key, parameter in own.items():
+        if (kind := _kind(found, parameter)) is not None:
+            fields.append((key, *_typed(base.__dataclass_fields__.get(key), kind, parameter.default)))
+    if group == "optim" and "weight_decay" not in own:
+        rule = f"must be 0, because {target} has no weight_decay"
+        fields.append(("weight_decay", float, ruled(0.0, lambda v: v == 0, rule)))
+    flags = ({*base.__annotations__} - {f.name for f in dataclasses.fields(base)}) & {*dir(found)}
+    return _made(base, group, name, fields, {key: getattr(found, key) for key in flags})
+
+
+@cache
+def saved_class(base: type[Any], group: str, name: str, target: str, source: str, keys: tuple[str, ...]) -> type[Any]:
+    """`base` with the saved `keys` of a part, of any type. Imports nothing."""
+    fixed = _fixed_fields(group, name, target, source)
+    known = {*base.__dataclass_fields__, *(field[0] for field in fixed)}
+    own = [(key, Any, None) for key in keys if key not in known]
+    return _made(base, group, name, [*fixed, *own], {})
+
+
+def _made(base: type[Any], group: str, name: str, fields: list[Any], flags: Mapping[str, Any]) -> type[Any]:
+    def build(self: Any, groups: Any, *_: Any, **__: Any) -> Any:  # `OptimConfig.build`
+        return bound(group, self)(groups)
+
+    namespace = {**flags, "__module__": __name__, **({"build": build} if group == "optim" else {})}
+    try:
+        return dataclasses.make_dataclass(f"{group}_{name}", fields, bases=(base,), namespace=namespace)
+    except TypeError as error:  # a saved key that is no name
+        raise ValueError(f"{group}={shown(name)}: {error}") from None
+
+
+def _fixed_fields(group: str, name: str, target: str, source: str) -> list[Any]:
+    rule = f"{group}=NAME chooses the part and its keys"
+    of_file = {"name": name, TARGET: target}
+    fixed = [(key, str, ruled(value, partial(eq, value), rule, "part-name")) for key, value in of_file.items()]
+    return [*fixed, (SOURCE, str, source)]
+
+
+def _typed(old: dataclasses.Field[Any] | None, kind: Any, default: Any) -> tuple[Any, Any]:
+    """The type and the field of a key. A key that gptexp has too keeps its type and its rule.
+
+    Its default is the part's; one that must be given is gptexp's, or missing (`???`, as Hydra writes it).
+    """
+    is_required, metadata = default is inspect.Parameter.empty, {} if old is None else dict(old.metadata)
+    if is_required:
+        default = "???" if old is None else old.default
+    if isinstance(default, list | tuple | dict):
+        copied = list(default) if isinstance(default, tuple) else default
+        return kind, dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
+    return (kind if old is None else old.type), dataclasses.field(default=default, metadata=metadata)
+
+
+def is_part(section: Any) -> bool:
+    """Whether a section of a config, as a dataclass or as saved values, is a part of the user's own."""
+    return TARGET in section if isinstance(section, dict) else hasattr(section, TARGET)
+
+
+def bound(group: str, section: Any) -> Callable[..., Any]:
+    """The imported part with the values of its keys, to be called with what gptexp gives. Raises `ConfigError`."""
+    found = imported(group, getattr(section, TARGET))
+    if (now := source_hash(found)) != getattr(section, SOURCE):
+        rule = f"its file has changed since the run began (hash {getattr(section, SOURCE)}, now {now})"
+        fix = "restore the file; or begin a new run, or a branch of this one (branch_from=RUN_DIR)"
+        raise ConfigError(f"{group}.{TARGET}={getattr(section, TARGET)}: {rule}; {fix}", "part-changed")
+    arguments = {}
+    for key, parameter in keys_among(group, inspect.signature(found).parameters).items():
+        if hasattr(section, key):
+            value = getattr(section, key)
+            arguments[key] = tuple(value) if isinstance(parameter.default, tuple) and value is not None else value
+    return partial(found, **arguments)
+
+
+def problems_of(call: Callable[[], object]) -> list[Problem]:
+    """The problems that a call of the user's code raises."""
+    try:
+        call()
+    except ConfigError as error:
+        return error.problems
+    except Exception as error:  # whatever the part raises
+        return [Problem("part-fails", in_one_line(error))]
+    return []
+
+
+def loaded(group: str, section: Any) -> Any:
+    """A section that was read from a run, with the types and flags of its part, which it imports."""
+    keys: Any = keys_class(type(section).__bases__[0], group, section.name, getattr(section, TARGET))
+    return keys(**vars(section))
+
+
+def origin(group: str, section: Any) -> str:
+    """The target of a part and its file, for the terminal."""
+    target = getattr(section, TARGET)
+    return f"{group}={section.name}: {target} from {inspect.getsourcefile(inspect.unwrap(imported(group, target)))}"

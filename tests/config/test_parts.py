@@ -1,0 +1,195 @@
+"""Parts of the user's own: their keys, what is refused, and that a saved config is read without an import."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gptexp.config import parts, rules
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config, from_dict, result_deciding, to_dict, with_parts
+from gptexp.process.errors import ConfigError
+
+OPTIM = """
+import torch
+class Own(torch.optim.Optimizer):
+    may_split_rows = True
+    def __init__(self, params, lr: float = 2e-3, betas: tuple[float, float] = (0.9, 0.95), rho: float | None = None,
+                 *, size: int, kind: str = "plain", exact: bool = False, hook: object = None):
+        super().__init__(params, {"lr": lr, "betas": betas})
+        self.kwargs = (lr, betas, rho, size, kind, exact, hook)
+    def step(self):
+        pass
+class NoDecay(torch.optim.Optimizer):
+    def __init__(self, params, lr: float):
+        super().__init__(params, {"lr": lr})
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params, rho: float = 0.1): ...
+class Swapped(torch.optim.Optimizer):
+    def __init__(self, lr, params): ...
+class NoType(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, other: torch.Tensor): ...
+def function(params, lr): ...
+constant = 3
+"""
+SCHEDULE = """
+def halves(tokens: int, warmup_tokens: int, decay_tokens: int, base: float = 0.5) -> float:
+    return base ** (tokens // 100_000)
+def negative(tokens, warmup_tokens, decay_tokens, at: int = 500_000):
+    return -1.0 if tokens > at else 1.0
+def fails(tokens, warmup_tokens, decay_tokens):
+    raise KeyError("no such stair")
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with config groups; its optim/NAME.yaml names the part NAME of the package `lab`."""
+    package = tmp_path / "lab"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "optim.py").write_text(OPTIM)
+    (package / "schedule.py").write_text(SCHEDULE)
+    (package / "broken.py").write_text("import math\n\nmath.missing()\n")
+    for group, names in {
+        "optim": ("Own", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
+        "schedule": ("halves", "negative", "fails"),
+    }.items():
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        for name in names:
+            more = "size: 4\n" if name == "Own" else ""
+            (tmp_path / f"conf/{group}/{name.lower()}.yaml").write_text(f"_target_: lab.{group}.{name}\n{more}")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "conf"
+    forget()
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
+        del sys.modules[name]
+    for cached in (parts.imported, parts.keys_class, parts.saved_class):
+        cached.cache_clear()
+
+
+def composed(lab: Path, *overrides: str) -> Config:
+    return compose(overrides, config_dir=str(lab))
+
+
+def refused(lab: Path, *overrides: str) -> tuple[str, str]:
+    """The code and the line of the only problem."""
+    with pytest.raises(ConfigError) as caught:
+        composed(lab, *overrides)
+    [problem] = caught.value.problems
+    return problem.code, problem
+
+
+def test_the_keys_of_a_part_are_the_parameters_of_its_target(lab: Path) -> None:
+    optim = composed(lab, "optim=own", "optim.rho=1e-2", "optim.size=2k", "optim.exact=true").optim
+    assert (optim.name, optim.lr) == ("own", 5e-3)  # the model's rate, as for every optimizer
+    assert [getattr(optim, key) for key in ("betas", "rho", "size", "kind", "exact")] == [
+        [0.9, 0.95], 0.01, 2000, "plain", True,
+    ]  # fmt: skip
+    assert not hasattr(optim, "hook"), "YAML cannot hold it, and it has a default"
+    assert (optim.may_split_rows, optim.may_split_parameters) == (True, False)
+    built = optim.build([{"params": [], "lr": 1.0, "weight_decay": 0.0}], {}, False)
+    assert built.kwargs == (5e-3, (0.9, 0.95), 0.01, 2000, "plain", True, None)  # type: ignore[attr-defined]
+
+
+def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
+    assert composed(lab, "optim=nodecay").optim.weight_decay == 0
+    code, line = refused(lab, "optim=nodecay", "optim.weight_decay=0.1")
+    assert code == "out-of-range"
+    assert "lab.optim.NoDecay" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "names"),
+    [
+        (["optim=own", "optim.rhoo=1"], "unknown-key", "optim.rho"),
+        (["optim=own", "optim.exact=maybe"], "wrong-type", "optim.exact"),
+        (["optim=own", "optim.size=1.5"], "wrong-type", "optim.size"),
+        (["optim=own", "optim.lr=-1"], "out-of-range", "optim.lr"),
+        (["optim=own", "optim._target_=lab.optim.NoDecay"], "part-name", "optim=NAME"),
+        (["optim=norate"], "wrong-contract", "lr"),
+        (["optim=swapped"], "wrong-contract", "params"),
+        (["optim=notype"], "wrong-contract", "other"),
+        (["optim=function"], "wrong-contract", "torch.optim.Optimizer"),
+        (["optim=constant"], "wrong-contract", "int"),
+        (["optim=missing"], "not-importable", "Missing"),
+        (["schedule=negative"], "wrong-factor", "-1.0"),
+        (["schedule=fails"], "part-fails", "schedule.py:7"),
+        (["optim=sgd", "optim.rho=1"], "unknown-key", "optim.rho"),
+    ],
+)
+def test_what_is_wrong_is_one_line(lab: Path, overrides: list[str], code: str, names: str) -> None:
+    found, line = refused(lab, *overrides)
+    assert (found, names in line) == (code, True), line
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [
+        ("lab.nothing.Own", "not-importable"),
+        ("nolab.optim.Own", "not-importable"),
+        ("lab.broken.Own", "not-importable"),
+        ("os.system", "not-a-target"),
+        ("gptexp.optim.base.OptimConfig", "not-a-target"),
+        ("Own", "not-a-target"),
+        ("lab.optim.Own; import os", "not-a-target"),
+    ],
+)
+def test_a_target_that_is_no_part_is_refused(lab: Path, target: str, code: str) -> None:
+    (lab / "optim/other.yaml").write_text(f"_target_: '{target}'\n")
+    assert refused(lab, "optim=other")[0] == code
+
+
+def test_a_file_may_not_take_the_name_of_an_option_of_gptexp(lab: Path) -> None:
+    (lab / "optim/lion.yaml").write_text("_target_: lab.optim.NoDecay\n")
+    code, _ = refused(lab, "optim=lion")
+    assert code == "name-taken"
+
+
+def test_a_key_that_must_be_given_is_named(lab: Path) -> None:
+    (lab / "optim/own.yaml").write_text("_target_: lab.optim.Own\n")
+    _, line = refused(lab, "optim=own")
+    assert "size" in line
+
+
+def test_a_saved_config_is_read_without_an_import(lab: Path) -> None:
+    config = composed(lab, "optim=own", "schedule=halves", "schedule.base=0.7")
+    values = to_dict(config)
+    forget()
+    sys.path.remove(str(lab.parent))
+    read = from_dict(values)
+    assert to_dict(read) == values
+    assert result_deciding(read) == result_deciding(config)
+    assert not rules.saved_problems(read)
+    assert "lab" not in sys.modules
+    with pytest.raises(ConfigError) as caught:
+        with_parts(read)
+    assert caught.value.code == "not-importable"
+
+
+def test_a_part_whose_file_has_changed_is_refused(lab: Path) -> None:
+    values = to_dict(composed(lab, "optim=own"))
+    forget()
+    (lab.parent / "lab/optim.py").write_text(OPTIM + "\n# another version\n")
+    [problem] = rules.problems(with_parts(from_dict(values)), 1)
+    assert problem.code == "part-changed"
+    assert not {f.name for f in fields(from_dict(values).optim)} - {*values["optim"]}
+
+
+def test_parts_of_different_keys_and_sources_have_different_hashes(lab: Path) -> None:
+    one, other = composed(lab, "optim=own"), composed(lab, "optim=own", "optim.rho=1")
+    assert result_deciding(one) != result_deciding(other)
+    assert result_deciding(one)["optim._source_"] == result_deciding(other)["optim._source_"]
+
+
+def test_the_factor_of_an_own_schedule_follows_the_warm_up(lab: Path) -> None:
+    from gptexp.config.schedule import resolve_schedule
+
+    config = composed(lab, "schedule=halves", "schedule.warmup_tokens=50_000")
+    schedule = resolve_schedule(config, 1_000_000)
+    assert [schedule.lr_factor(tokens, 1000) for tokens in (24_000, 60_000, 110_000, 350_000)] == [0.5, 1, 0.5, 0.125]

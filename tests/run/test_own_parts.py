@@ -1,0 +1,109 @@
+"""Whole runs with the parts of examples/own_parts: swept, killed and resumed, and read where they are not installed."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import events, processes_of, runs, wait_for
+from real_runs import begun, equal
+
+EXAMPLE = Path(__file__).parents[2] / "examples/own_parts"
+OWN = ["--config-dir", str(EXAMPLE / "conf"), "optim=adan", "schedule=stairs"]
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment in which the example's package is importable."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_adan_follows_its_paper(lab: dict[str, str]) -> None:
+    """Algorithm 1 with the paper's betas (1 - ours), in float64, by scalars; with the bias corrections of its code."""
+    from my_lab.optim import Adan  # type: ignore[import-not-found]
+
+    weight = torch.tensor([0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    optimizer = Adan([weight], lr=0.1, weight_decay=0.02)
+    b1, b2, b3 = 0.02, 0.08, 0.01
+    m, v, n, theta, before = [0.0] * 2, [0.0] * 2, [0.0] * 2, weight.tolist(), [0.0] * 2
+    for step in range(1, 6):
+        weight.grad = (weight**2 * step).detach()
+        gradient = weight.grad.tolist()
+        optimizer.step()
+        for i, g in enumerate(gradient):
+            change = g - before[i] if step > 1 else 0.0
+            m[i] = (1 - b1) * m[i] + b1 * g
+            v[i] = (1 - b2) * v[i] + b2 * change
+            n[i] = (1 - b3) * n[i] + b3 * (g + (1 - b2) * change) ** 2
+            first, second, third = (1 - (1 - b) ** step for b in (b1, b2, b3))
+            rate = 0.1 / ((n[i] / third) ** 0.5 + 1e-8)
+            theta[i] = (theta[i] - rate * (m[i] / first + (1 - b2) * v[i] / second)) / (1 + 0.02 * 0.1)
+            before[i] = g
+    torch.testing.assert_close(weight.tolist(), theta, rtol=1e-12, atol=0)
+
+
+def test_a_run_of_own_parts_says_what_it_imports_and_is_read_without_it(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    done = gptexp("train", *tiny, *OWN, "train.max_steps=8", "hydra.run.dir=out", env=lab)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"part +(\w+)=(\w+): (\S+) from (\S+)", done.stdout + done.stderr) == [
+        ("optim", "adan", "my_lab.optim.Adan", str(EXAMPLE / "my_lab/optim.py")),
+        ("schedule", "stairs", "my_lab.schedule.stairs", str(EXAMPLE / "my_lab/schedule.py")),
+    ]
+    rates = [e["optim/lr"] for e in events(tmp_path / "out", "step")]
+    assert len({round(rate, 12) for rate in rates[1:]}) == 4  # after the warm-up of a step: three stairs down
+    config = (tmp_path / "out/config.yaml").read_text()
+    assert "_target_: my_lab.optim.Adan" in config
+    for verb in ("report", "ls", "status", "sample"):  # the package is not installed here
+        read = gptexp(verb, "out")
+        assert read.returncode == 0, read.stderr
+    (tmp_path / "out/summary.json").unlink()
+    refused = gptexp("resume", "out")
+    assert refused.returncode == 2
+    assert "my_lab" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.e2e
+def test_own_parts_killed_on_two_ranks_end_with_the_same_bits(
+    gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    argv = [*tiny, *OWN, "world=ddp2", "train.max_steps=40", "train.save_every=10"]
+    assert gptexp("train", *argv, "hydra.run.dir=whole", env=lab).returncode == 0
+    process = start("train", *argv, "hydra.run.dir=cut", env=lab)
+    wait_for(begun(tmp_path / "cut", 12), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while processes_of(tmp_path / "cut"):
+        time.sleep(0.02)
+    done = gptexp("resume", "cut", env=lab)
+    assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.e2e
+def test_own_parts_are_arms_of_a_sweep_whose_proposals_run(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    grid = ["optim=adan,adamw", "optim.lr=1e-3,4e-3", "train.max_steps=8", "sweep.name=ab"]
+    swept = gptexp("train", "-m", *tiny, *OWN[:2], "schedule=stairs", *grid, env=lab)
+    assert swept.returncode == 0, swept.stderr
+    assert len(runs(tmp_path / "outputs/ab")) == 4
+    report = gptexp("report", "outputs/ab")
+    assert {"optim=adan", "optim=adamw"} <= set(report.stdout.split())
+    [proposal] = re.findall(r"gptexp (train .*optim=adan .*)", report.stdout)[:1]
+    assert "_target_" not in proposal
+    assert "_source_" not in proposal
+    done = gptexp(*shlex.split(proposal), env=lab)
+    assert done.returncode == 0, done.stderr
+    assert len(runs(tmp_path / "outputs/ab")) == 5
