@@ -33,7 +33,7 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import override_problems, secret_problems, structured
-from gptexp.config.parts import TARGET, keys_class, target_in
+from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -44,7 +44,17 @@ from gptexp.config.paths import (
     is_path_list,
     own_config,
 )
-from gptexp.config.schema import PARTS, Config, FittedConfig, field_problem, fields_of, optimizers_with
+from gptexp.config.schema import (
+    PARTS,
+    Config,
+    EvaluationConfig,
+    FittedConfig,
+    field_problem,
+    field_problems,
+    fields_of,
+    optimizers_with,
+    to_dict,
+)
 from gptexp.config.spelling import MAY_BE_NULL, NULL, canonical
 from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
@@ -234,7 +244,7 @@ def _one_line(error: BaseException) -> str:
 
 
 _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
-_OF_PARTS = [f"{group}_[^']+" for group in PARTS.values()]
+_OF_PARTS = [f"{group}_[^']+" for group in (*PARTS.values(), EVALUATIONS)]
 _NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join([*_CLASSES, *_OF_PARTS])})'")
 
 
@@ -275,6 +285,8 @@ def to_config(
     if parent is not None or not by_law:
         config.fitted = FittedConfig()  # no law sets the learning rate; a branch takes it from its parent
     _let_the_command_line_win(config, given)
+    with hydra_errors_as_config_errors():
+        config.train.evaluations = [_evaluation(entry) for entry in config.train.evaluations]
     problems = [
         *(_law_scaled_twice(cfg) if by_law else ()),
         *_take_from_environment(config, given),
@@ -290,6 +302,18 @@ def to_config(
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _evaluation(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of train.evaluations with all keys of its part. Raises `ConfigError` or OmegaConf's error."""
+    target = str(entry.get(TARGET, ""))
+    name = str(entry.get("name", target.rpartition(".")[2]))
+    typed = structured(keys_class(EvaluationConfig, EVALUATIONS, name, target)())
+    keys: Any = OmegaConf.to_object(OmegaConf.merge(typed, entry))
+    of_all = EvaluationConfig(name, keys.every_tokens)
+    if found := [*(field_problems(keys, f"{EVALUATIONS}.") | field_problems(of_all, f"{EVALUATIONS}.")).values()]:
+        raise ConfigError(found)
+    return to_dict(keys)
 
 
 def _make_paths_absolute(config: Config) -> Iterator[Problem]:

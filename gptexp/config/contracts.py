@@ -5,7 +5,11 @@ defaults are those of the config. Types that YAML can hold are bool, int, float,
 them or None.
 """
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Optimizer(Protocol):
@@ -37,3 +41,15 @@ class Schedule(Protocol):
     """
 
     def __call__(self, tokens: int, warmup_tokens: int, decay_tokens: int) -> float: ...
+
+
+class Evaluation(Protocol):
+    """`train.evaluations`: a function that returns a number, logged as eval/NAME, or several by name.
+
+    Rank 0 calls it without gradients, with the weights that a checkpoint would have. `model(x)` gives the logits
+    (B, T, V) of the ids `x` (B, T). `batches` are the validation windows: ids (B, T), and those that follow them.
+    """
+
+    def __call__(
+        self, model: "nn.Module", tokenizer: Any, batches: "Iterator[tuple[Tensor, Tensor]]"
+    ) -> float | Mapping[str, float]: ...

@@ -270,7 +270,7 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, own: OwnKe
     try:
         OmegaConf.update(section, name, value)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
-        wrong |= kind is list and any(not isinstance(item, str) for item in value)
+        wrong |= field.type == list[str] and any(not isinstance(item, str) for item in value)
     except OmegaConfBaseException:
         wrong = True
     if not wrong:

@@ -1,6 +1,7 @@
 """Parts of the user's own, such as an optimizer in the user's package: their keys, their saved form, their import.
 
-A part is an option of `optim` or `schedule` whose file in the user's --config-dir has `_target_: package.module.NAME`.
+A part is an option of `optim` or `schedule` whose file in the user's --config-dir has `_target_: package.module.NAME`,
+or an entry of `train.evaluations` with it.
 Its keys are the parameters of what the name stands for, with their types and defaults. contracts.py says what gptexp
 gives to it and expects of it.
 
@@ -30,10 +31,12 @@ from gptexp.process.imports import permanent
 from gptexp.process.words import shown
 
 TARGET, SOURCE = "_target_", "_source_"
+EVALUATIONS = "train.evaluations"  # a list: each of its entries is a part
 DIGITS = 16  # of the hash of a source file
 GIVEN = {  # group -> the parameters that gptexp gives; the others are keys
     "optim": ("params",),
     "schedule": ("tokens", "warmup_tokens", "decay_tokens"),
+    EVALUATIONS: ("model", "tokenizer", "batches"),
 }
 _PLAIN = (bool, int, float, str)
 
@@ -77,6 +80,13 @@ def in_one_line(error: Exception) -> str:
     """The type of an error of the user's code, its text, and the line that raised it."""
     *_, at = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
+
+
+def own_lines(error: Exception) -> list[str]:
+    """The traceback of an error of the user's code, without the lines of gptexp, torch and Python."""
+    installed = tuple(str(Path(module.__file__ or "").parent) for module in (sys.modules["gptexp"], inspect))
+    frames = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(installed)]
+    return [line for text in traceback.format_list(frames) for line in text.rstrip().splitlines()]
 
 
 def _why_no_part(group: str, found: Any) -> str | None:

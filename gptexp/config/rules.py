@@ -179,8 +179,12 @@ def model_problems(model: ModelConfig) -> list[Problem]:
 
 
 def _parts(cfg: Config, _: int) -> Iterator[Problem]:
-    for group, section in parts_of(cfg).items():
+    for group, section in parts_of(cfg):
         yield from parts.problems_of(partial(parts.bound, group, section))
+    names = [entry.get("name") for entry in cfg.train.evaluations]
+    if twice := [name for name in names if names.count(name) > 1]:
+        rule = f"two have the name {twice[0]}; give each its own"
+        yield Problem("evaluation-given-twice", f"train.evaluations: {rule}")
 
 
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
@@ -395,7 +399,7 @@ def sharding_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
         rule = f"optim={optim.name} updates whole matrices, and each rank has some rows of them"
         fix = f"use {optimizers_that('may_split_rows')}, or world.sharding=optimizer"
         yield _refusal(cfg, "world.sharding", "sharding-of-matrices", f"{rule}; {fix}")
-    for key in ("train.eval_tasks", "train.sharpness_every_tokens"):
+    for key in ("train.eval_tasks", "train.evaluations", "train.sharpness_every_tokens"):
         if attrgetter(key)(cfg):
             rule = f"needs the whole model on one rank, unlike {chosen}; measure it after the run"
             yield _refusal(cfg, key, "needs-whole-model", rule)
@@ -441,7 +445,7 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, key, "warmup-too-long", rule)
     if cfg.schedule.name == "inverse_sqrt" and warmup == 0:
         yield _refusal(cfg, key, "warmup-missing", "inverse_sqrt needs a warm-up; set schedule.warmup_ratio above 0")
-    if "schedule" in parts_of(cfg) and not parts.problems_of(partial(parts.bound, "schedule", cfg.schedule)):
+    if parts.is_part(cfg.schedule) and not parts.problems_of(partial(parts.bound, "schedule", cfg.schedule)):
         steps_tried = range(0, run_tokens, max(1, run_tokens // FACTORS_TRIED))
         yield from parts.problems_of(lambda: [schedule.lr_factor(tokens, 1) for tokens in steps_tried])
     key = length_key(cfg, "decay")
@@ -612,7 +616,7 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
     if d.max_tokens is not None and d.val_ratio is None and d.val_path is None and d.val_tokens >= d.max_tokens:
         rule = f"must be below data.max_tokens={d.max_tokens}; or set data.val_path"
         yield _refusal(cfg, "data.val_tokens", "validation-too-long", rule)
-    for key in ("train.eval_tasks", "data.val_path"):
+    for key in ("train.eval_tasks", "train.evaluations", "data.val_path"):
         if attrgetter(key)(cfg) and not d.validates:
             rule = "data.val_tokens=0 turns validation off; leave out one of them"
             yield _refusal(cfg, key, "validation-off", rule)

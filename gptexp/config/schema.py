@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, get_args, get_origin
 
 from gptexp.config.batch import StepSizes
-from gptexp.config.parts import SOURCE, TARGET, is_part, loaded, saved_class
+from gptexp.config.parts import EVALUATIONS, SOURCE, TARGET, is_part, loaded, saved_class
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.optim.base import OptimConfig
@@ -338,6 +338,8 @@ class TrainConfig:
     eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
     eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored during the run: hellaswag by all
     # ranks, in llm.c's style; tasks of lm_eval by a separate process, while training waits
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # own metrics: {_target_: my_lab.metrics.accuracy,
+    # name: …, every_tokens: …} and its keys; rank 0 calls it while training waits, and the run logs eval/NAME
     eval_tasks_every_tokens: int = not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = not_negative(None)  # steps; takes precedence over save_every_tokens
@@ -377,6 +379,14 @@ class TrainConfig:
     def recomputed_every(self) -> int:
         """n: every n-th block keeps only its input; 0: none."""
         return self.activation_checkpointing_every if self.activation_checkpointing else 0
+
+
+@dataclass
+class EvaluationConfig:
+    """What each entry of train.evaluations has beside the keys of its part."""
+
+    name: str = directory_name("own")  # of its metric; default: the last part of the target
+    every_tokens: int = not_negative(0)  # tokens; 0: only at the end
 
 
 @dataclass
@@ -475,8 +485,8 @@ IRRELEVANT_TO_RESULT = (
     "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
     "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding", "data.separator", "data.workers",
     "data.cache_dir", "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*",
-    "train.save_*", "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes",
-    "train.profile",
+    "train.evaluations", "train.save_*", "train.sharpness_every_tokens", "train.keep_*", "train.log_every",
+    "train.max_minutes", "train.profile",
 )  # fmt: skip
 
 
@@ -539,9 +549,9 @@ def optimizers_with(key: str) -> list[str]:
     return [o for o, cls in OPTIMIZERS.items() if section != "optim" or name in cls.__dataclass_fields__]
 
 
-def field_problems(config: Config) -> dict[str, Problem]:
-    """Key -> the problem, for each key whose value breaks the key's own rule."""
-    lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config)}
+def field_problems(config: Any, prefix: str = "") -> dict[str, Problem]:
+    """Key -> the problem, for each key of a config dataclass whose value breaks the key's own rule."""
+    lines = {key: field_problem(key, f, value) for key, f, value in fields_of(config, prefix)}
     return {key: line for key, line in lines.items() if line}
 
 
@@ -571,14 +581,17 @@ def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
 PARTS = {OptimConfig: "optim", ScheduleConfig: "schedule"}  # sections that may be a part of the user's own
 
 
-def parts_of(config: Config) -> dict[str, Any]:
-    """Group -> section, for the sections that are parts of the user's own."""
-    return {group: getattr(config, group) for group in PARTS.values() if is_part(getattr(config, group))}
+def parts_of(config: Config) -> list[tuple[str, Any]]:
+    """The parts of the user's own: each with its group, or `train.evaluations`."""
+    sections = [(group, getattr(config, group)) for group in PARTS.values()]
+    evaluations = [(EVALUATIONS, SimpleNamespace(**entry)) for entry in config.train.evaluations]
+    return [(group, section) for group, section in sections if is_part(section)] + evaluations
 
 
 def with_parts(config: Config) -> Config:
     """A config that was read from a run, with its parts imported. Raises `ConfigError`."""
-    return replace(config, **{group: loaded(group, section) for group, section in parts_of(config).items()})
+    typed = {group: loaded(group, section) for group, section in parts_of(config) if group != EVALUATIONS}
+    return replace(config, **typed)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from gptexp.process.terminal import warn
 from gptexp.run.harness import evaluate_by_lm_eval, score_exported, task_manager, tasks_of_lm_eval
 from gptexp.run.job import Job, Prepared
 from gptexp.run.load import load_pretrained
+from gptexp.run.own_evaluation import OwnEvaluation
 from gptexp.run.sharpness import measure_while_training
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
@@ -84,6 +85,9 @@ def build_evaluations(
             evaluations.append(Evaluation("hellaswag", tasks_every, hellaswag))
         if tasks_of_lm_eval(cfg.eval_tasks):
             evaluations.append(Evaluation("lm_eval", tasks_every, scores_of_lm_eval, ends_early=True))
+    for entry in cfg.evaluations:
+        measure = OwnEvaluation(entry, job, prepared, gpt, plan.batch.micro_batch_size, context).measure
+        evaluations.append(Evaluation(f"own {entry['name']}", entry["every_tokens"], measure))
     if cfg.sharpness_every_tokens:
         evaluations.append(Evaluation("sharpness", cfg.sharpness_every_tokens, sharpness, of_checkpoint=True))
     passes = 1 if average is None else 2

@@ -128,7 +128,7 @@ def run(job: Job) -> int:
 def _run(job: Job) -> int:
     job = replace(job, cfg=with_parts(job.cfg))
     if job.rank.is_main:
-        for group, section in parts_of(job.cfg).items():
+        for group, section in parts_of(job.cfg):
             say(f"part            {origin(group, section)}")
     prepared = prepare(job)
     decision = decide(job, prepared)

@@ -44,6 +44,14 @@ def fails(tokens, warmup_tokens, decay_tokens):
 """
 
 
+EVALUATION = """
+def score(model, tokenizer, batches, k: int = 1) -> float:
+    return 0.5
+def other(model, batches):
+    return 0.5
+"""
+
+
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with config groups; its optim/NAME.yaml names the part NAME of the package `lab`."""
@@ -52,6 +60,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "__init__.py").touch()
     (package / "optim.py").write_text(OPTIM)
     (package / "schedule.py").write_text(SCHEDULE)
+    (package / "evaluation.py").write_text(EVALUATION)
     (package / "broken.py").write_text("import math\n\nmath.missing()\n")
     for group, names in {
         "optim": ("Own", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
@@ -155,6 +164,33 @@ def test_a_key_that_must_be_given_is_named(lab: Path) -> None:
     (lab / "optim/own.yaml").write_text("_target_: lab.optim.Own\n")
     _, line = refused(lab, "optim=own")
     assert "size" in line
+
+
+def test_evaluations_have_the_keys_of_their_targets(lab: Path) -> None:
+    one, five = "{_target_: lab.evaluation.score, every_tokens: 1k}", "{_target_: lab.evaluation.score, name: a, k: 5}"
+    entries = composed(lab, f"train.evaluations=[{one},{five}]").train.evaluations
+    plain = [{key: value for key, value in entry.items() if not key.startswith("_")} for entry in entries]
+    assert plain == [{"name": "score", "every_tokens": 1000, "k": 1}, {"name": "a", "every_tokens": 0, "k": 5}]
+    assert len({entry["_source_"] for entry in entries}) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "code"),
+    [
+        ("{_target_: lab.evaluation.score, kk: 1}", [], "unknown-key"),
+        ("{_target_: lab.evaluation.score, k: many}", [], "hydra"),
+        ("{_target_: lab.evaluation.score, every_tokens: -1}", [], "out-of-range"),
+        ("{_target_: lab.evaluation.score, name: ../a}", [], "not-a-name"),
+        ("{_target_: lab.evaluation.other}", [], "wrong-contract"),
+        ("{name: a}", [], "not-a-target"),
+        ("{_target_: lab.evaluation.score},{_target_: lab.evaluation.score}", [], "evaluation-given-twice"),
+        ("{_target_: lab.evaluation.score}", ["data.val_tokens=0"], "validation-off"),
+        ("{_target_: lab.evaluation.score}", ["world.size=2", "world.sharding=full"], "needs-whole-model"),
+        ("score", [], "wrong-type"),
+    ],
+)
+def test_a_wrong_evaluation_is_one_line(lab: Path, entry: str, more: list[str], code: str) -> None:
+    assert refused(lab, f"train.evaluations=[{entry}]", *more)[0] == code
 
 
 def test_a_saved_config_is_read_without_an_import(lab: Path) -> None:

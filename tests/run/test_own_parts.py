@@ -74,6 +74,38 @@ def test_a_run_of_own_parts_says_what_it_imports_and_is_read_without_it(
     assert len(refused.stderr.splitlines()) == 1
 
 
+METRICS = """
+import random, torch
+def drawn(model, tokenizer, batches):
+    random.random(), torch.rand(3)
+    assert not model.training and not torch.is_grad_enabled()
+    x, y = next(batches)
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    return {"loss": loss, "id": tokenizer.n_vocab, "nan": float("nan")}
+def fails(model, tokenizer, batches):
+    raise KeyError("no such metric")
+"""
+
+
+def test_an_evaluation_neither_changes_a_run_nor_ends_it(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    (tmp_path / "metrics.py").write_text(METRICS)
+    env = {**lab, "PYTHONPATH": str(tmp_path)}
+    own = "train.evaluations=[{_target_: metrics.drawn, every_tokens: 256}, {_target_: metrics.fails}]"
+    argv = [*tiny, "train.max_steps=4", "model.dropout=0.1"]
+    assert gptexp("train", *argv, "hydra.run.dir=plain").returncode == 0
+    done = gptexp("train", *argv, own, "hydra.run.dir=own", env=env)
+    assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "plain", tmp_path / "own")
+    assert "KeyError: 'no such metric' (" in done.stderr
+    assert 'raise KeyError("no such metric")' in done.stderr
+    found = [e for e in events(tmp_path / "own", "eval") if "eval/drawn/loss" in e]
+    assert [e["step"] for e in found] == [1, 3]
+    assert found[-1]["eval/drawn/nan"] is None
+    assert found[-1]["eval/drawn/loss"] == pytest.approx(found[-1]["val/loss"], rel=0.2)
+
+
 @pytest.mark.e2e
 def test_own_parts_killed_on_two_ranks_end_with_the_same_bits(
     gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, lab: dict[str, str]

@@ -1,0 +1,75 @@
+"""An evaluation of the user's own: an entry of train.evaluations, which rank 0 calls while training waits."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptexp.config.parts import EVALUATIONS, bound, in_one_line, own_lines
+from gptexp.data.loader import val_batches
+from gptexp.data.tokenizer import load_tokenizer
+from gptexp.distributed.group import agree
+from gptexp.machine.effective import ForwardContext
+from gptexp.model.gpt import GPT
+from gptexp.process.terminal import warn
+from gptexp.process.words import duration
+from gptexp.run.job import Job, Prepared
+from gptexp.storage.checkpoint import TrainState
+
+
+class OwnEvaluation:
+    """It neither changes a run nor ends it: random numbers are restored, and an error is a warning."""
+
+    def __init__(
+        self, entry: Mapping[str, Any], job: Job, prepared: Prepared, gpt: GPT, batch: int, context: ForwardContext
+    ) -> None:
+        self.name, self.call = entry["name"], bound(EVALUATIONS, SimpleNamespace(**entry))
+        self.job, self.prepared, self.gpt, self.batch, self.context = job, prepared, gpt, batch, context
+        self.ended = time.perf_counter()
+        self.is_slow = False
+
+    def measure(self, _: TrainState) -> Mapping[str, float | None]:
+        """The metrics eval/NAME, or eval/NAME/KEY; none if the evaluation fails. *Collective.*"""
+        found: Mapping[str, float | None] = agree(self._measured, self.job.rank, self.prepared.long_wait_group)
+        return found
+
+    def _measured(self) -> dict[str, float | None]:
+        started, device = time.perf_counter(), self.prepared.device
+        tokenizer = load_tokenizer(self.job.cfg.data.tokenizer, self.prepared.dataset.directory)
+        was_training = self.gpt.training
+        self.gpt.eval()
+        try:
+            with torch.no_grad(), self.context(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                metrics = self._metrics(self.call(self.gpt, tokenizer, self._batches()))
+        except Exception as error:  # whatever the user's code raises
+            for line in (f"{EVALUATIONS}: {self.name}: {in_one_line(error)}; training continues", *own_lines(error)):
+                warn(line)
+            metrics = {}
+        self.gpt.train(was_training)
+        now = time.perf_counter()
+        if now - started > started - self.ended and not self.is_slow:
+            self.is_slow = True
+            warn(
+                f"{EVALUATIONS}: {self.name}: takes {duration(now - started)}, more than the training since the last "
+                "evaluation; give a larger every_tokens"
+            )
+        self.ended = now
+        return metrics
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(val_batches(self.prepared.dataset, self.batch, 0, 1, self.prepared.device))
+
+    def _metrics(self, result: Any) -> dict[str, float | None]:
+        """The numbers that the evaluation has returned. Raises `TypeError` if it has returned something else."""
+        named = {f"/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {"": result}
+        metrics = dict[str, float | None]()
+        for key, value in named.items():
+            metric, number = f"eval/{self.name}{key}", float(value)
+            metrics[metric] = number if math.isfinite(number) else None
+            if metrics[metric] is None:
+                warn(f"{EVALUATIONS}: {metric} is {number}, which is logged as null")
+        return metrics
