@@ -285,8 +285,7 @@ def to_config(
     if parent is not None or not by_law:
         config.fitted = FittedConfig()  # no law sets the learning rate; a branch takes it from its parent
     _let_the_command_line_win(config, given)
-    with hydra_errors_as_config_errors():
-        config.train.evaluations = [_evaluation(entry) for entry in config.train.evaluations]
+    config.train.evaluations = _evaluations(config.train.evaluations)
     problems = [
         *(_law_scaled_twice(cfg) if by_law else ()),
         *_take_from_environment(config, given),
@@ -302,6 +301,15 @@ def to_config(
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _evaluations(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of train.evaluations with all keys of their parts. Raises `ConfigError`."""
+    with hydra_errors_as_config_errors():
+        full = {entry["name"]: entry for entry in map(_evaluation, entries)}
+    if len(full) < len(entries):
+        raise ConfigError(f"{EVALUATIONS}: two have one name; give each a name of its own", "evaluation-given-twice")
+    return [*full.values()]
 
 
 def _evaluation(entry: dict[str, Any]) -> dict[str, Any]:

@@ -181,10 +181,6 @@ def model_problems(model: ModelConfig) -> list[Problem]:
 def _parts(cfg: Config, _: int) -> Iterator[Problem]:
     for group, section in parts_of(cfg):
         yield from parts.problems_of(partial(parts.bound, group, section))
-    names = [entry.get("name") for entry in cfg.train.evaluations]
-    if twice := [name for name in names if names.count(name) > 1]:
-        rule = f"two have the name {twice[0]}; give each its own"
-        yield Problem("evaluation-given-twice", f"train.evaluations: {rule}")
 
 
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
