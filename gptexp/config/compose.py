@@ -33,7 +33,7 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import override_problems, secret_problems, structured
-from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, target_in
+from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, takes, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
     absolute,
@@ -334,7 +334,7 @@ def _make_paths_absolute(config: Config) -> Iterator[Problem]:
         data.mix = sources
     for key in ("path", "val_path"):
         value = getattr(data, key)
-        if is_path_list(value) and (key, data.name) != ("path", "hf"):
+        if is_path_list(value) and (key, data.name) != ("path", "hf") and not takes(data, key):
             setattr(data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
     # Not by `absolute`, which would treat these paths as globs.
     if data.tokenizer not in NAMES and is_file(Path(data.tokenizer)):

@@ -43,6 +43,16 @@ class Schedule(Protocol):
     def __call__(self, tokens: int, warmup_tokens: int, decay_tokens: int) -> float: ...
 
 
+class Documents(Protocol):
+    """`data`: a generator function that yields documents: texts, or lists of ids below the tokenizer's n_vocab.
+
+    It is called once, in one process; the tokens are kept in the cache under its name, the hash of its source file and
+    its keys. So it must yield the same documents in each call. If it does not end, `data.max_tokens` ends it.
+    """
+
+    def __call__(self) -> Iterator[str | list[int]]: ...
+
+
 class Evaluation(Protocol):
     """`train.evaluations`: a function that returns a number, logged as eval/NAME, or several by name.
 

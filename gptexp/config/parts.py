@@ -1,9 +1,8 @@
 """Parts of the user's own, such as an optimizer in the user's package: their keys, their saved form, their import.
 
-A part is an option of `optim` or `schedule` whose file in the user's --config-dir has `_target_: package.module.NAME`,
-or an entry of `train.evaluations` with it.
-Its keys are the parameters of what the name stands for, with their types and defaults. contracts.py says what gptexp
-gives to it and expects of it.
+A part is an option of `optim`, `schedule` or `data` whose file in the user's --config-dir has
+`_target_: package.module.NAME`, or an entry of `train.evaluations` with it. Its keys are the parameters of what the
+name stands for, with their types and defaults. contracts.py says what gptexp gives to it and expects of it.
 
 The config of a run holds the target, the hash of its source file, and its keys as they are. To read it imports nothing,
 so a report never runs a stranger's code. `bound` imports the target: from what is installed or on PYTHONPATH, and never
@@ -31,11 +30,13 @@ from gptexp.process.imports import permanent
 from gptexp.process.words import shown
 
 TARGET, SOURCE = "_target_", "_source_"
+OWN = "_own_"  # class variable: the keys that the part takes
 EVALUATIONS = "train.evaluations"  # a list: each of its entries is a part
 DIGITS = 16  # of the hash of a source file
 GIVEN = {  # group -> the parameters that gptexp gives; the others are keys
     "optim": ("params",),
     "schedule": ("tokens", "warmup_tokens", "decay_tokens"),
+    "data": (),
     EVALUATIONS: ("model", "tokenizer", "batches"),
 }
 _PLAIN = (bool, int, float, str)
@@ -108,6 +109,8 @@ def _why_no_part(group: str, found: Any) -> str | None:
             return "must be a class derived from torch.optim.Optimizer"
         if "lr" not in parameters:
             return "must take lr, the peak learning rate"
+    if group == "data" and not (inspect.isgeneratorfunction(found) or hasattr(found, "__iter__")):
+        return "must be a generator function, or a class with __iter__"
     for name, parameter in keys_among(group, parameters).items():
         if parameter.default is parameter.empty and _kind(found, parameter) is None:
             return f"takes {name}, whose type {parameter.annotation} cannot be written in YAML; give it a default"
@@ -161,7 +164,7 @@ def keys_class(base: type[Any], group: str, name: str, target: str) -> type[Any]
         rule = f"must be 0, because {target} has no weight_decay"
         fields.append(("weight_decay", float, ruled(0.0, lambda v: v == 0, rule)))
     flags = ({*base.__annotations__} - {f.name for f in dataclasses.fields(base)}) & {*dir(found)}
-    return _made(base, group, name, fields, {key: getattr(found, key) for key in flags})
+    return _made(base, group, name, fields, {**{key: getattr(found, key) for key in flags}, OWN: frozenset(own)})
 
 
 @cache
@@ -210,7 +213,12 @@ def is_part(section: Any) -> bool:
     return TARGET in section if isinstance(section, dict) else hasattr(section, TARGET)
 
 
-def bound(group: str, section: Any) -> Callable[..., Any]:
+def takes(section: Any, key: str) -> bool:
+    """Whether the section is an imported part that takes the key."""
+    return key in getattr(section, OWN, ())
+
+
+def bound(group: str, section: Any) -> "partial[Any]":
     """The imported part with the values of its keys, to be called with what gptexp gives. Raises `ConfigError`."""
     found = imported(group, getattr(section, TARGET))
     if (now := source_hash(found)) != getattr(section, SOURCE):

@@ -166,6 +166,8 @@ def _unread(cfg: Config, _: int) -> Iterator[Problem]:
     for key, (other, values) in READ_UNDER.items():
         if key in OF_TEXT and cfg.data.name != "tokens" and cfg.data.val_path is not None:
             continue  # data.val_path is text, too
+        if parts.takes(attrgetter(key.rpartition(".")[0])(cfg), key.rpartition(".")[2]):
+            continue
         if attrgetter(other)(cfg) not in values and attrgetter(key)(cfg) != defaults[key]:
             group = "data" if other == "data.name" else other
             readers = " or ".join(f"{group}={value}" for value in values)
@@ -532,7 +534,7 @@ def _scaled_values(cfg: Config) -> Iterator[Problem]:
 def _paths(cfg: Config, _: int) -> Iterator[Problem]:
     for key in ("data.path", "data.val_path"):
         value = attrgetter(key)(cfg)
-        if value is None or (key == "data.path" and cfg.data.name == "hf"):
+        if value is None or (key == "data.path" and (cfg.data.name == "hf" or parts.takes(cfg.data, "path"))):
             continue
         if not paths.is_path_list(value):
             yield _refusal(cfg, key, "not-a-path", "must be a file, a glob or a list of them")

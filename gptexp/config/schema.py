@@ -578,7 +578,11 @@ def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
     return Problem("not-a-choice", f"{assignment}: must be one of {', '.join(choices)}")
 
 
-PARTS = {OptimConfig: "optim", ScheduleConfig: "schedule"}  # sections that may be a part of the user's own
+PARTS = {
+    OptimConfig: "optim",
+    ScheduleConfig: "schedule",
+    DataConfig: "data",
+}  # sections that may be a part of the user's own
 
 
 def parts_of(config: Config) -> list[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from gptexp.config.paths import matching_files, no_files, saved_dataset_files
 from gptexp.config.schema import DataConfig
 from gptexp.data import hub
 from gptexp.data.decoding import UTF_8
-from gptexp.data.documents import HubFile, Part, Span, next_cut, row_group_bytes, span_of
+from gptexp.data.documents import HubFile, OwnDocuments, Part, Span, next_cut, row_group_bytes, span_of
 from gptexp.data.downloads import Download, downloaded
 from gptexp.process.errors import DataError
 from gptexp.process.words import counted
@@ -51,7 +51,7 @@ class Corpus(Protocol):
     def max_tokens(self) -> int | None:
         """How many tokens are needed, from its start. None: all."""
 
-    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span | HubFile]:
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[Span | HubFile | OwnDocuments]:
         """Yield the spans of a corpus, of about `part_bytes` or less if its files can be divided. Text is cut before
         one of the characters `cut_before`; see `documents.pieces`. Raises `DataError`."""
 
@@ -85,6 +85,29 @@ class HubCorpus:
             )
         for number in range(hub.count_shards(self.repo, self.subset, self.split)):
             yield HubFile(self.repo, self.subset, self.split, number)
+
+
+@dataclass(frozen=True)
+class OwnCorpus:
+    """A source of the user's own. Its key is made of its name, its source file and its keys."""
+
+    name: str
+    target: str
+    source: str
+    keys: str  # as JSON
+    max_tokens: int | None  # because it need not end
+
+    @property
+    def place(self) -> str:
+        return self.target
+
+    @property
+    def key(self) -> str:
+        about = f"{self.target}\0{self.source}\0{self.keys}\0{self.max_tokens}"
+        return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+    def spans(self, cut_before: str, part_bytes: int) -> Iterator[OwnDocuments]:
+        yield OwnDocuments(self.target, self.keys)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from gptexp.config.parts import imported, in_one_line, own_lines
 from gptexp.data import hub
 from gptexp.data.decoding import MARKS, UTF_8, Seen, decoded, is_plainly_utf_8
 from gptexp.process import pointers
@@ -57,6 +58,19 @@ class HubFile:
 
 
 @dataclass(frozen=True)
+class OwnDocuments:
+    """What a source of the user's own yields: texts, or the ids of documents."""
+
+    target: str
+    keys: str  # with which it is called, as JSON
+    size: int = 1  # unknown before it is read
+
+    @property
+    def path(self) -> str:
+        return self.target
+
+
+@dataclass(frozen=True)
 class Span:
     """A part of a file: bytes [start, end) of text or jsonl, row groups of parquet. Without an end, the whole file."""
 
@@ -70,7 +84,7 @@ class Span:
     size: int = 0  # bytes on the disk; for parquet, without compression
 
 
-Part = list[Span | HubFile]  # what one worker tokenises at a time
+Part = list[Span | HubFile | OwnDocuments]  # what one worker tokenises at a time
 
 
 def span_of(path: Path, encoding: str = UTF_8, separator: str | None = None) -> Span:
@@ -166,13 +180,20 @@ def next_cut(span: Span, position: int, cut_before: str) -> int:
         return len(content)
 
 
-def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tuple[str | Path, str, bool]]:
+def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tuple[str | Path, Any, bool]]:
     """Yield what `documents` yields for each span of a part, after the path of its file; add to `seen`.
+
+    A source of the user's own may yield ids, in a list or an array, in place of a text.
 
     Raises `DataError` if the share of bytes that are not text exceeds `MOST_REPLACED` in the part, or in its start of
     two mebibytes or more.
     """
     for number, span in enumerate(part):
+        if isinstance(span, OwnDocuments):
+            for document in _own(span):
+                seen.documents += 1
+                yield span.path, document, True
+            continue
         seen.span = seen.span if seen.replaced else number
         for piece, first in documents(span, cut_before, column, seen):
             if seen.read >= BLOCK_BYTES:
@@ -182,6 +203,18 @@ def texts(part: Part, cut_before: str, column: str, seen: Seen) -> Iterator[tupl
                 seen.end_lines += len(_END_LINE.findall(piece))  # pieces end in front of white space
             yield span.path, piece, first
     _refuse_other_encoding(part, seen)
+
+
+def _own(span: OwnDocuments) -> Iterator[Any]:
+    """The documents of a source of the user's own that are not empty. Raises `DataError`."""
+    try:
+        for document in imported("data", span.target)(**json.loads(span.keys)):
+            if len(document):
+                yield document
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise DataError("\n".join([f"{span.target}: {in_one_line(error)}", *own_lines(error)])) from None
 
 
 def first_replaced(part: Part, seen: Seen) -> str:

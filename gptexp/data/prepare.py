@@ -1,6 +1,7 @@
 """Tokenisation of a corpus into the cache, once, with a lock against concurrent processes."""
 
 import hashlib
+import json
 import shutil
 import sys
 import time
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from gptexp.config.parts import SOURCE, TARGET, bound, is_part
 from gptexp.config.paths import is_file, path_list, remember_key, remembered_key
 from gptexp.config.schema import DataConfig
 from gptexp.config.vocabulary import CHARS, VOCAB_SIZES
@@ -110,6 +112,10 @@ def find_corpus(data: DataConfig) -> corpora.Corpus:
             return gone
         with nullcontext() if exists else lock(downloads.with_name("downloads.lock")):
             return corpora.shakespeare(downloads)
+    if is_part(data):
+        keys = json.dumps(bound("data", data).keywords, sort_keys=True)
+        target, source = getattr(data, TARGET), getattr(data, SOURCE)
+        return corpora.OwnCorpus(data.name, target, source, keys, data.max_tokens)
     if data.name == "hf":
         return corpora.HubCorpus(data.path, data.subset, data.split, data.max_tokens, data.text_column)
     return _text(path_list(data.path), data)

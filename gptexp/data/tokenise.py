@@ -33,6 +33,7 @@ from gptexp.data.shards import Tokens, data_errors, id_dtype
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.process.errors import DataError, UnavailableError
 from gptexp.process.signals import die_with_parent
+from gptexp.process.words import shown
 from gptexp.storage.run_dir import atomic
 
 READ_IDS = 1 << 22  # ids of a part that are joined at once
@@ -151,7 +152,14 @@ def _tokenise_part(part: Part, encoder: Encoder, target: Path) -> None:
         file.write(_HEAD.pack(*astuple(seen)))
 
 
-def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:
+def _ids(tokenizer: Tokenizer, text: Any, path: Path | str) -> Tokens:
+    """The ids of a text, or of a document that a source of the user's own gives as ids. Raises `DataError`."""
+    if not isinstance(text, str):
+        ids = np.asarray(text)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= tokenizer.n_vocab:
+            rule = f"a document must be a text, or a list of ids from 0 to {tokenizer.n_vocab - 1:,}"
+            raise DataError(f"{path}: yields {shown(str(text)[:60])}: {rule}")
+        return ids.astype(id_dtype(tokenizer.n_vocab))
     try:
         return tokenizer.encode_array(text)
     except DataError as error:
@@ -159,7 +167,8 @@ def _ids(tokenizer: Tokenizer, text: str, path: Path | str) -> Tokens:
 
 
 def _characters_of_part(part: Part, column: str) -> str:
-    return characters_of(text for _, text, _ in texts(part, CharTokenizer.cut_before, column, Seen()))
+    found = (text for _, text, _ in texts(part, CharTokenizer.cut_before, column, Seen()))
+    return characters_of(text if isinstance(text, str) else "" for text in found)
 
 
 def _files(folder: Path, parts: Sequence[Part]) -> list[Path]:

@@ -66,7 +66,7 @@ def describe_optimizer(cfg: OptimConfig) -> str:
     name, *keys = [
         (key, value)
         for key, value in asdict(cfg).items()
-        if value is not None and (is_noisy or not key.startswith("gradient_noise"))
+        if value is not None and (is_noisy or not key.startswith("gradient_noise")) and not key.startswith("_")
     ]
     values = [f"{value:.6g}" if isinstance(value, float) else shown(value) for _, value in keys]
     return ", ".join([name[1], *(f"{key} {value}" for (key, _), value in zip(keys, values, strict=True))])

@@ -10,7 +10,7 @@ import pytest
 from gptexp.config import parts, rules
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, from_dict, result_deciding, to_dict, with_parts
-from gptexp.process.errors import ConfigError
+from gptexp.process.errors import ConfigError, DataError
 
 OPTIM = """
 import torch
@@ -50,6 +50,21 @@ def score(model, tokenizer, batches, k: int = 1) -> float:
 def other(model, batches):
     return 0.5
 """
+DATA = """
+import numpy as np
+def documents(count: int = 3, path: str = "a*b", kind: str = "text"):
+    for number in range(count):
+        yield {"text": f"text {number}", "ids": [number, 7], "array": np.array([number]), "empty": ""}[kind]
+        if kind == "text" and number == 40:
+            raise RuntimeError("no more")
+class Endless:
+    def __init__(self, kind: str = "text"): self.kind = kind
+    def __iter__(self):
+        while True:
+            yield {"text": "word " * 9, "high": [9999], "low": [-1], "float": [0.5], "none": None}[self.kind]
+def plain(count: int = 3):
+    return ["a"]
+"""
 
 
 @pytest.fixture
@@ -61,10 +76,12 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "optim.py").write_text(OPTIM)
     (package / "schedule.py").write_text(SCHEDULE)
     (package / "evaluation.py").write_text(EVALUATION)
+    (package / "data.py").write_text(DATA)
     (package / "broken.py").write_text("import math\n\nmath.missing()\n")
     for group, names in {
         "optim": ("Own", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
         "schedule": ("halves", "negative", "fails"),
+        "data": ("documents", "Endless", "plain"),
     }.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
         for name in names:
@@ -127,6 +144,8 @@ def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
         (["optim=function"], "wrong-contract", "torch.optim.Optimizer"),
         (["optim=constant"], "wrong-contract", "int"),
         (["optim=missing"], "not-importable", "Missing"),
+        (["data=plain"], "wrong-contract", "generator"),
+        (["data=documents", "data.subset=x"], "key-not-read", "data.subset"),
         (["schedule=negative"], "wrong-factor", "-1.0"),
         (["schedule=fails"], "part-fails", "schedule.py:7"),
         (["optim=sgd", "optim.rho=1"], "unknown-key", "optim.rho"),
@@ -164,6 +183,53 @@ def test_a_key_that_must_be_given_is_named(lab: Path) -> None:
     (lab / "optim/own.yaml").write_text("_target_: lab.optim.Own\n")
     _, line = refused(lab, "optim=own")
     assert "size" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ids"),
+    [
+        (["data.count=2"], [*b"text 0", 256, *b"text 1", 256]),
+        (["data.kind=ids", "data.count=2"], [0, 7, 256, 1, 7, 256]),
+        (["data.kind=array"], [0, 256, 1, 256, 2, 256]),
+    ],
+)
+def test_a_source_gives_texts_or_ids(lab: Path, overrides: list[str], ids: list[int]) -> None:
+    from gptexp.data.prepare import prepare
+    from gptexp.data.stream import TokenStream
+
+    data = composed(lab, "data=documents", "data.val_tokens=0", "data.tokenizer=bytes", *overrides).data
+    assert data.path == "a*b", "the source's own key, and no glob"
+    directory, _ = prepare(data)
+    stream = TokenStream(directory)
+    assert stream.read(0, len(stream)).tolist() == ids[:-1]
+    assert prepare(data)[0] == directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["data=documents", "data.count=50"], "RuntimeError: no more ("),
+        (["data=documents", "data.kind=empty"], "contains no text"),
+        (["data=endless", "data.kind=high"], "0 to 256"),
+        (["data=endless", "data.kind=low"], "0 to 256"),
+        (["data=endless", "data.kind=float"], "list of ids"),
+        (["data=endless", "data.kind=none"], "TypeError"),
+    ],
+)  # fmt: skip
+def test_a_source_that_fails_is_a_data_error(lab: Path, overrides: list[str], names: str) -> None:
+    from gptexp.data.prepare import prepare
+
+    with pytest.raises(DataError) as caught:
+        prepare(composed(lab, "data.max_tokens=5000", "data.val_tokens=0", "data.tokenizer=bytes", *overrides).data)
+    assert names in str(caught.value)
+
+
+def test_a_source_that_does_not_end_is_read_up_to_max_tokens(lab: Path) -> None:
+    from gptexp.data.prepare import prepare
+    from gptexp.data.stream import TokenStream
+
+    data = composed(lab, "data=endless", "data.max_tokens=5000", "data.val_tokens=0", "data.tokenizer=bytes").data
+    assert 5000 < len(TokenStream(prepare(data)[0])) < 5100
 
 
 def test_evaluations_have_the_keys_of_their_targets(lab: Path) -> None:
