@@ -4,6 +4,7 @@
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gptexp.config.describe import answer_help
 from gptexp.config.paths import folders, options
 from gptexp.config.schema import Config
 from gptexp.config.vocabulary import VOCAB_SIZES, padded, with_vocab_size
+from gptexp.data.epoch import count_epoch
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.model.gpus import GPUS, GPUS_PER_NODE, NETWORKS, Gpu
 from gptexp.process.errors import ConfigError
@@ -122,7 +124,8 @@ def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
 
     def checked() -> Config:
         parent = branch.find(composed.branch_from)
-        return with_step(to_config(composed, composed.hydra.overrides.task, launcher_world_size(), parent))
+        given, count = composed.hydra.overrides.task, partial(count_epoch, tokenise=False)
+        return with_step(to_config(composed, given, launcher_world_size(), parent, count))
 
     try:
         return checked()

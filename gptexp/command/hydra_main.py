@@ -40,6 +40,7 @@ from gptexp.config.overrides import override_problems, quoted
 from gptexp.config.paths import CONFIG_NAME, conf_dir, folders, options, why_not_creatable
 from gptexp.config.schema import Config
 from gptexp.config.spelling import canonical
+from gptexp.data.epoch import count_epoch
 from gptexp.process.errors import EXIT_CONFIG, ConfigError, UserError, first_line
 from gptexp.process.imports import permanent
 from gptexp.process.terminal import print_error, reserve_stdout, say, warn
@@ -191,7 +192,7 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
 def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_size: int | None) -> int:
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
     parent, overrides = branch.find(cfg.branch_from), cfg.hydra.overrides.task
-    config = with_step(to_config(cfg, overrides, launcher_world_size, parent))
+    config = with_step(to_config(cfg, overrides, launcher_world_size, parent, count_epoch))
     take_choices(cfg, overrides, parent)
     HydraConfig.instance().set_config(cfg)  # the name of the directory contains a choice of a group
     directory = Path(cfg.hydra.run.dir)

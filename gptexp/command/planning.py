@@ -13,12 +13,13 @@ from gptexp.command.critical import Verdict, judge_batch
 from gptexp.command.prediction import Computing, Prediction, predict
 from gptexp.config.blocks import in_words
 from gptexp.config.fitted import fitted_warnings, other_text
+from gptexp.config.parts import is_part
 from gptexp.config.run_plan import RunPlan, plan_run
 from gptexp.config.scaling import lr_in_words, scaled_optim
 from gptexp.config.schema import Config, memory_key
 from gptexp.config.vocabulary import ASSUMED_CHARACTERS, with_vocab_size
+from gptexp.data.epoch import epoch_tokens
 from gptexp.data.prepare import count_ids, has_own_validation, prepared_dir, tokens_hash
-from gptexp.data.split import split
 from gptexp.data.stream import TokenStream
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import Device, pick_device
@@ -157,6 +158,8 @@ class Plan:
         gib = {part: size / 2**30 for part, size in asdict(self.memory).items()}
         state = gib["weights"] + gib["average"] + gib["optimizer"] + gib["gradients"]
         parts = "weights, their average, optimizer state" if gib["average"] else "weights, optimizer state"
+        if is_part(self.config.model):
+            return f"{state:.2f} GiB {parts} and gradients on each rank; that of activations is unknown"
         return (
             f"about {self.memory.peak / 2**30:.2f} GiB on each rank: {state:.2f} {parts} and gradients, "
             + (f"{gib['gathered']:.2f} whole parameters, " if gib["gathered"] else "")
@@ -277,12 +280,11 @@ def _count_epoch(cfg: Config) -> Epoch:
     directory = prepared_dir(cfg.data)
     if directory is None:
         return Epoch()
-    stream = TokenStream(directory, cfg.data.max_tokens)
     try:
         own = has_own_validation(cfg.data)
-        data = replace(cfg.data, val_tokens=0, val_ratio=None) if own else cfg.data
-        tokens = split(data, len(stream), cfg.seq_len, cfg.train.seed).order.n_train * cfg.seq_len
-        return Epoch(tokens, None if own else tokens_hash(stream))
+        return Epoch(
+            epoch_tokens(cfg, directory), None if own else tokens_hash(TokenStream(directory, cfg.data.max_tokens))
+        )
     except DataError as error:
         return Epoch(0, problems=[str(error)])
 

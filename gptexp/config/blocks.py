@@ -1,5 +1,6 @@
 """A model's block in words. No torch."""
 
+from gptexp.config.parts import TARGET, is_part
 from gptexp.config.schema import ModelConfig
 from gptexp.process.words import counted
 
@@ -10,6 +11,8 @@ _PLACES = {"pre": "", "post": " after the branches", "pre_post": " before and af
 
 def in_words(m: ModelConfig) -> str:
     """How the model differs from GPT-2: `RoPE, RMSNorm, SwiGLU of 2,048, …`; empty for GPT-2."""
+    if is_part(m):
+        return f"{getattr(m, TARGET)}, which gptexp knows as a whole"
     if m.is_gpt2:
         parts = [f"MLP of {m.mlp_size:,}" if m.mlp_size != 4 * m.n_embd else ""]
     else:

@@ -22,9 +22,9 @@ from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.words import shown
 
 # Result-deciding keys that a branch may change. `history_problems` checks that nothing changes up to the checkpoint.
-MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps", "train.divergence_nats")
+MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps", "train.epochs", "train.divergence_nats")
 WARMUP_LENGTHS = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
-LENGTH = ("train.max_tokens", "train.max_steps")
+LENGTH = ("train.max_tokens", "train.max_steps", "train.epochs")
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import ConfigError, Problem, UserError, first_line
+from gptexp.process.fields import LIMIT
 from gptexp.process.words import counted, shown
 
 
@@ -93,11 +94,12 @@ class PartFiles(FileConfigSource):
             return ConfigResult(self.provider, f"file://{self.path}", keys, header={"package": None})
         result = super().load_config(config_path)
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        if group in PARTS.values() and isinstance(result.config, DictConfig) and TARGET in result.config:
-            del result.config[TARGET]
-            chosen = {f"override /{group}_keys@_global_.{group}": name}
-            values = {**result.config, "name": name, "defaults": [*result.config.get("defaults", []), chosen]}
-            result.config = OmegaConf.create(values)
+        if group in PARTS.values() and isinstance(result.config, DictConfig):
+            section = result.config.get(group, result.config)  # a file of the package _global_ has it below its name
+            if isinstance(section, DictConfig) and section.pop(TARGET, None) is not None:
+                section["name"] = name
+                chosen = {f"override /{group}_keys@_global_.{group}": name}
+                result.config["defaults"] = [*result.config.get("defaults", []), chosen]
         return result
 
     def _part(self, config_path: str) -> tuple[type[Any], str, str, str] | None:
@@ -106,7 +108,7 @@ class PartFiles(FileConfigSource):
         base = next((cls for cls, group in PARTS.items() if folder == f"{group}_keys"), None)
         if base is None:
             return None
-        target = target_in(Path(self.path) / PARTS[base] / f"{name}.yaml")
+        target = target_in(Path(self.path) / PARTS[base] / f"{name}.yaml", PARTS[base])
         return None if target is None else (base, PARTS[base], name, target)
 
 
@@ -153,10 +155,12 @@ def compose(
     config_name: str | None = None,
     launcher_world_size: int | None = None,
     find_parent: Callable[[str], Parent | None] | None = None,
+    count_epoch: Callable[[Config], int] | None = None,
 ) -> Config:
     """Compose and check the config of one run. Raises `ConfigError` with a line for each problem.
 
-    `find_parent` finds the checkpoint that `branch_from` names. Without `find_parent`, `branch_from` is refused.
+    `find_parent` finds the checkpoint that `branch_from` names. Without `find_parent`, `branch_from` is refused. For
+    `count_epoch` see `to_config`.
     """
     with hydra_engine(config_dir) as engine:
         composed = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
@@ -166,7 +170,7 @@ def compose(
                 rule = "only train, plan and prepare take it"
                 raise ConfigError(f"branch_from={composed.branch_from}: {rule}", "branch-not-taken")
             parent = find_parent(composed.branch_from)
-        return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent)
+        return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent, count_epoch)
 
 
 def composition(
@@ -266,12 +270,14 @@ def to_config(
     overrides: Sequence[str],
     launcher_world_size: int | None = None,
     parent: Parent | None = None,
+    count_epoch: Callable[[Config], int] | None = None,
 ) -> Config:
     """Convert a composition to a checked `Config` that depends on no other file.
 
     `overrides` are the command line's: a length given there in tokens takes precedence over a length in steps from a
     file. `launcher_world_size` is the number of ranks that a launcher has started. `parent` is the checkpoint of
-    `branch_from`. Raises `ConfigError` with a line for each problem.
+    `branch_from`. `count_epoch` gives the tokens of an epoch; without it, `train.epochs` sets no length. Raises
+    `ConfigError` with a line for each problem.
     """
     config = job_of(cfg)
     by_law = _is_by_law(cfg)
@@ -287,6 +293,7 @@ def to_config(
     _let_the_command_line_win(config, given)
     config.train.evaluations = _evaluations(config.train.evaluations)
     problems = [
+        *(_two_lengths(config, given) if config.train.epochs is not None else ()),
         *(_law_scaled_twice(cfg) if by_law else ()),
         *_take_from_environment(config, given),
         *_make_paths_absolute(config),
@@ -295,12 +302,28 @@ def to_config(
     ]
     _fit_micro_batch(config, given)
     changed = [*branching.differences(config, parent)] if parent is not None else []
+    if not problems and not changed and config.train.epochs is not None and count_epoch is not None:
+        _settle_length(config, config.train.epochs, count_epoch)
     problems += changed or rules.problems(config, config.world.size or 1)  # the rules would name the same keys
     if parent is not None and not problems:
         problems += branching.history_problems(config, parent)
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _two_lengths(config: Config, given: set[str]) -> Iterator[Problem]:
+    for key in ("train.max_tokens", "train.max_steps"):
+        if key in given and "train.epochs" in given:
+            rule = f"is another length than train.epochs={config.train.epochs:g}; leave out one of them"
+            yield Problem("two-lengths", f"{key}: {rule}")
+
+
+def _settle_length(config: Config, epochs: float, count_epoch: Callable[[Config], int]) -> None:
+    """Set `train.max_tokens` to so many epochs, unless there are problems that do not depend on it."""
+    config.train.max_steps, config.train.max_tokens = None, LIMIT - 1
+    if not rules.problems(config, config.world.size or 1):
+        config.train.max_tokens = max(1, round(epochs * count_epoch(config)))
 
 
 def _evaluations(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -416,7 +439,9 @@ PRECEDING = {
     "data.val_tokens": ("val_ratio",),
     "schedule.decay_ratio": ("decay_tokens", "decay_steps"),
     "schedule.decay_tokens": ("decay_steps",),
-    "train.max_tokens": ("max_steps",),
+    "train.max_tokens": ("max_steps", "epochs"),
+    "train.max_steps": ("epochs",),
+    "train.epochs": ("max_steps",),
     "train.eval_every_tokens": ("eval_every",),
     "train.save_every_tokens": ("save_every",),
     "train.keep_every_tokens": ("keep_every",),

@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+class Model(Protocol):
+    """`model`: a class derived from `torch.nn.Module`, called with `vocab_size`, `block_size` and its keys.
+
+    Its forward pass gives the logits (B, T, V) of ids (B, T), each from this token and those before it. gptexp computes
+    the loss, and gives the seed before it builds the model. All that training changes are parameters.
+    """
+
+    def __init__(self, vocab_size: int, block_size: int) -> None: ...
+
+    def forward(self, x: "Tensor") -> "Tensor": ...
+
+
 class Optimizer(Protocol):
     """`optim`: a class derived from `torch.optim.Optimizer`, called with `params` and its keys.
 

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from gptexp.config.aliases import ALIASES
 from gptexp.config.describe import PACKAGE, nearest
 from gptexp.config.parts import keys_class, target_in
 from gptexp.config.paths import Groups, options
@@ -131,7 +132,7 @@ def _keys_of_parts(overrides: Sequence[str], groups: Groups) -> OwnKeys:
         files = groups.get(group, {}) if any(key.startswith(f"{group}.") for key in unknown) else {}
         chosen = [name for name in files if f"{group}={name}" in overrides]
         for name in chosen or files:
-            target = target_in(files[name])
+            target = target_in(files[name], group)
             with nullcontext() if chosen else suppress(ConfigError):
                 keys = keys_class(base, group, name, target) if target is not None else None
                 of_part = {f"{group}.{f.name}": (f, keys) for f in dataclasses.fields(keys)} if keys else {}
@@ -288,9 +289,11 @@ def _wrong_type(key: str, field: dataclasses.Field[Any], value: Any) -> Problem:
 
 
 def _suggestion(key: str, fields: dict[str, dataclasses.Field[Any]], groups: Groups) -> str:
-    """Suggest a key with the same last part, a key of similar spelling, or the keys of the same group."""
+    """Suggest a key with the same last part, what other trainers call so, a similar key, or those of the same group."""
     known = [*fields, *groups]
-    section = key.rpartition(".")[0]
+    section, _, last = key.rpartition(".")
+    if last not in {other.rpartition(".")[2] for other in known} and (alias := ALIASES.get(last.lower())):
+        return f"gptexp has {alias}"
     # for `dataset`, suggest the group `data`, not data.offset
     similar = nearest(key, groups, most=1, cutoff=0.7) if key.isidentifier() else []
     if close := similar or nearest(key, known, most=1, cutoff=0.7):

@@ -1,6 +1,6 @@
 """Parts of the user's own, such as an optimizer in the user's package: their keys, their saved form, their import.
 
-A part is an option of `optim`, `schedule` or `data` whose file in the user's --config-dir has
+A part is an option of `model`, `optim`, `schedule` or `data` whose file in the user's --config-dir has
 `_target_: package.module.NAME`, or an entry of `train.evaluations` with it. Its keys are the parameters of what the
 name stands for, with their types and defaults. contracts.py says what gptexp gives to it and expects of it.
 
@@ -33,7 +33,8 @@ TARGET, SOURCE = "_target_", "_source_"
 OWN = "_own_"  # class variable: the keys that the part takes
 EVALUATIONS = "train.evaluations"  # a list: each of its entries is a part
 DIGITS = 16  # of the hash of a source file
-GIVEN = {  # group -> the parameters that gptexp gives; the others are keys
+GIVEN: dict[str, tuple[str, ...]] = {  # group -> the parameters that gptexp gives; the others are keys
+    "model": ("vocab_size", "block_size"),
     "optim": ("params",),
     "schedule": ("tokens", "warmup_tokens", "decay_tokens"),
     "data": (),
@@ -42,13 +43,14 @@ GIVEN = {  # group -> the parameters that gptexp gives; the others are keys
 _PLAIN = (bool, int, float, str)
 
 
-def target_in(file: Path) -> str | None:
-    """The target that a YAML file names; None if it is an ordinary file."""
+def target_in(file: Path, group: str) -> str | None:
+    """The target that the YAML file of an option names, also below the group's name; None if it is an ordinary file."""
     try:
         content = yaml.load(file.read_text(), yaml.BaseLoader)
     except (OSError, ValueError, yaml.YAMLError):
         return None  # Hydra says why
-    return content.get(TARGET) if isinstance(content, dict) else None
+    section = content.get(group, content) if isinstance(content, dict) else None
+    return section.get(TARGET) if isinstance(section, dict) else None
 
 
 @cache
@@ -102,12 +104,15 @@ def _why_no_part(group: str, found: Any) -> str | None:
     given = GIVEN[group]
     if (first := tuple(parameters)[: len(given)]) != given:
         return f"must take {', '.join(given)} first, and takes {', '.join(first) or 'nothing'}"
-    if group == "optim":
-        with permanent():
-            from torch.optim import Optimizer  # the user's module has imported torch already
-        if not (isinstance(found, type) and issubclass(found, Optimizer)):
-            return "must be a class derived from torch.optim.Optimizer"
-        if "lr" not in parameters:
+    if group in ("model", "optim"):
+        with permanent():  # the user's module has imported torch already
+            from torch.nn import Module
+            from torch.optim import Optimizer
+
+        base = Module if group == "model" else Optimizer
+        if not (isinstance(found, type) and issubclass(found, base)):
+            return f"must be a class derived from torch.{'nn' if group == 'model' else 'optim'}.{base.__name__}"
+        if group == "optim" and "lr" not in parameters:
             return "must take lr, the peak learning rate"
     if group == "data" and not (inspect.isgeneratorfunction(found) or hasattr(found, "__iter__")):
         return "must be a generator function, or a class with __iter__"
@@ -213,6 +218,11 @@ def is_part(section: Any) -> bool:
     return TARGET in section if isinstance(section, dict) else hasattr(section, TARGET)
 
 
+def name_of(section: Any) -> str:
+    """The option that chooses a part."""
+    return str(section.name)
+
+
 def takes(section: Any, key: str) -> bool:
     """Whether the section is an imported part that takes the key."""
     return key in getattr(section, OWN, ())
@@ -253,4 +263,4 @@ def loaded(group: str, section: Any) -> Any:
 def origin(group: str, section: Any) -> str:
     """The target of a part and its file, for the terminal."""
     target = getattr(section, TARGET)
-    return f"{group}={section.name}: {target} from {inspect.getsourcefile(inspect.unwrap(imported(group, target)))}"
+    return f"{group}={name_of(section)}: {target} from {inspect.getsourcefile(inspect.unwrap(imported(group, target)))}"

@@ -6,7 +6,7 @@ rule and the fix, and has the code of its rule. A rule stops silently where it r
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -66,6 +66,12 @@ READ_UNDER = {
     "model.base_n_head": ("model.parametrisation", ("mup", "completep")),
     "model.base_n_layer": ("model.parametrisation", ("completep",)),
 }
+# Keys that need gptexp's own blocks -> their values that do not.
+OF_BLOCKS: dict[str, tuple[Any, ...]] = {
+    "model.parametrisation": ("standard",), "world.sharding": ("none", "optimizer"), "init_from": (None,),
+    "train.attention": (AUTO,), "train.loss": (AUTO, "plain"), "train.activation_checkpointing": (False,),
+    "train.sharpness_every_tokens": (0,), "data.document_mask": (False,),
+}  # fmt: skip
 OF_TEXT = ("data.text_column", "data.encoding", "data.separator")  # how the files of a text are read
 
 
@@ -185,8 +191,33 @@ def _parts(cfg: Config, _: int) -> Iterator[Problem]:
         yield from parts.problems_of(partial(parts.bound, group, section))
 
 
+def _own_model(cfg: Config, _: int) -> Iterator[Problem]:
+    """What gptexp can do with its own blocks only, and the keys of these."""
+    if not parts.is_part(cfg.model):
+        return
+    target = f"model={parts.name_of(cfg.model)}"
+    for key, allowed in OF_BLOCKS.items():
+        if attrgetter(key)(cfg) not in allowed:
+            yield _refusal(cfg, key, "needs-own-blocks", f"is for gptexp's blocks, unlike {target}; leave it out")
+    if cfg.optim.name == "muon":
+        yield _refusal(cfg, "optim.name", "needs-own-blocks", f"knows the matrices of gptexp's blocks, not of {target}")
+    if cfg.batch.micro_batch_size == AUTO:
+        rule = f"the memory of {target} is unknown, so it cannot be chosen; give a number"
+        yield _refusal(cfg, "batch.micro_batch_size", "needs-own-blocks", rule)
+    if {*cfg.train.eval_tasks} - {HELLASWAG}:
+        rule = f"tasks of lm_eval need a model that can be exported, unlike {target}; leave them out"
+        yield _refusal(cfg, "train.eval_tasks", "needs-own-blocks", rule)
+    for f in fields(ModelConfig):
+        value = getattr(cfg.model, f.name)
+        is_given = f.name in ("vocab_size", "block_size", "parametrisation") or parts.takes(cfg.model, f.name)
+        if not is_given and value != f.default:
+            yield _refusal(cfg, f"model.{f.name}", "key-not-read", f"{target} does not take it; leave it out")
+
+
 def _model(cfg: Config, _: int) -> Iterator[Problem]:
     m = cfg.model
+    if parts.is_part(m):
+        return
     if m.n_embd % m.n_head and m.head_dim is None:
         below = m.n_embd // m.n_head * m.n_head
         nearest = f"{below} or {below + m.n_head}" if below else m.n_head
@@ -242,6 +273,8 @@ def _wrong_rope_scaling(scaling: Any) -> str | None:
 
 def _parametrisation(cfg: Config, _: int) -> Iterator[Problem]:
     chosen, optim = cfg.model.parametrisation, cfg.optim
+    if parts.is_part(cfg.model):
+        return
     if chosen != "standard" and not optim.is_like_adam:
         rule = f"its learning rates are for updates like Adam's, unlike those of optim={optim.name}"
         fix = f"use {optimizers_that('is_like_adam')}"
@@ -628,7 +661,8 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
 
 # `problems` applies `_ramp` before these.
 RULES: tuple[Rule, ...] = (
-    _unread, _parts, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks, _noise,
-    _optimizer, _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems, _machine,
+    _unread, _parts, _own_model, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks,
+    _noise, _optimizer, _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems,
+    _machine,
 )  # fmt: skip
 RULES_OF_SAVED: tuple[Rule, ...] = (_model, _sequence, _saved_tokenizer, _ramp, _scaling)

@@ -334,6 +334,8 @@ class TrainConfig:
 
     max_tokens: int = positive(409_600)  # tokens: the run ends with the step that reaches them
     max_steps: int | None = positive(None)  # steps; takes precedence over max_tokens
+    epochs: float | None = positive(None)  # passes over the training part of the text, which set max_tokens before the
+    # run starts
     eval_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
     eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored during the run: hellaswag by all
@@ -498,7 +500,7 @@ LATER_KEYS = (
     "world.comm", "model.tied", "model.norm", "model.norm_eps", "model.norm_weight", "model.residual_norm",
     "model.position", "model.rope_theta", "model.rope_scaling", "model.head_dim", "model.n_kv_head", "model.qk_norm",
     "model.window", "model.window_every", "model.mlp", "model.mlp_ratio", "model.n_mlp", "model.logit_softcap",
-    "train.z_loss", "data.document_mask",
+    "train.z_loss", "train.epochs", "data.document_mask",
 )  # fmt: skip
 
 # Keys that determine the sizes of a step's tensors.
@@ -579,6 +581,7 @@ def not_a_choice(assignment: str, choices: Sequence[str]) -> Problem:
 
 
 PARTS = {
+    ModelConfig: "model",
     OptimConfig: "optim",
     ScheduleConfig: "schedule",
     DataConfig: "data",

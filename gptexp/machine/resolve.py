@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gptexp.config.batch import legal_micro_batches
+from gptexp.config.parts import is_part, name_of
 from gptexp.config.rules import missing_kernel
 from gptexp.config.schema import ATTENTION_DEVICES, Config, memory_key
 from gptexp.config.vocabulary import VOCAB_SIZES, with_vocab_size
@@ -247,6 +248,8 @@ def _matmul_precision(device: Device) -> tuple[str, str]:
 
 def _compile(cfg: Config, device: Device, cores: int, dtype: str, precision: str) -> tuple[bool, str]:
     """Whether compilation saves more time than it takes. On a GPU it nearly always does: a step is twice as fast."""
+    if is_part(cfg.model):
+        return False, f"whether model={name_of(cfg.model)} compiles is unknown; train.compile=on tries it"
     if device.type not in ("cuda", "cpu"):
         return False, f"torch.compile is incomplete for {device.type}"
     if missing := missing_compiler(device):
@@ -332,6 +335,8 @@ def _best_kernel(cfg: Config, device: Device, dtype: str, compiled: bool) -> tup
 
 
 def _loss(cfg: Config, kind: str, dtype: str, compiled: bool) -> tuple[str, str]:
+    if is_part(cfg.model):
+        return "plain", "the model gives logits"
     if kind != "cpu" and compiled and cfg.world.sharding == "full":
         return "chunked", "keeps no logits in memory; of a split model only the blocks are compiled"
     if kind != "cpu":

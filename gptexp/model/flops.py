@@ -10,13 +10,19 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gptexp.config.parts import is_part
 from gptexp.config.schema import ModelConfig
 from gptexp.model.gpus import gpu_of
-from gptexp.model.shapes import names_of, parameter_shapes
+from gptexp.model.shapes import count_parameters, names_of, parameter_shapes
 
 
 def multiplied_parameters(m: ModelConfig) -> int:
-    """N: the number of parameters without embeddings, which are not multiplied, but with the head."""
+    """N: the number of parameters without embeddings, which are not multiplied, but with the head.
+
+    All parameters of a model of the user's own, whose embeddings are not known.
+    """
+    if is_part(m):
+        return count_parameters(m)
     tokens, positions, *_ = names_of(m)
     looked_up = {f"{positions}.weight", *(() if m.tied else (f"{tokens}.weight",))}
     return sum(math.prod(shape) * count for name, shape, count in parameter_shapes(m) if name not in looked_up)
@@ -27,6 +33,8 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> tuple[int, int]:
 
     Within a window w, palm counts w keys for each token; a causal kernel computes w - w² / 2T of them on average.
     """
+    if is_part(m):
+        return (6 * count_parameters(m),) * 2
     n, width = multiplied_parameters(m), m.n_head * m.head_size
     windows = [min(m.window_of(number) or seq_len, seq_len) for number in range(m.n_layer)]
     palm = 12 * width * sum(windows)

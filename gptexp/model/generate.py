@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gptexp.data.tokenizer import Tokenizer, document_start
 from gptexp.model.attention import LayerCache
-from gptexp.model.gpt import GPT
+from gptexp.model.own_model import Model, device_of
 from gptexp.process.errors import UserError
 
 
@@ -78,7 +78,7 @@ def _packs() -> bool:
     return bool(may and can and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def for_inference(model: GPT, dtype: torch.dtype, precision: str) -> GPT:
+def for_inference(model: Model, dtype: torch.dtype, precision: str) -> Model:
     """Return a copy of `model`, in eval mode, with which tokens are generated faster. It has no loss.
 
     Its logits are those of `model` under autocast to `dtype`, up to rounding. In float32 the linear layers have torch's
@@ -94,7 +94,7 @@ def for_inference(model: GPT, dtype: torch.dtype, precision: str) -> GPT:
     return copied
 
 
-def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:
+def complete(model: Model, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> list[str]:
     """Return `num_samples` continuations of `prompt`, each with the prompt. An empty prompt starts a document."""
     was_training = model.training
     model.eval()
@@ -105,7 +105,9 @@ def complete(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, ho
     return texts
 
 
-def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling) -> Iterator[tuple[int, str]]:
+def stream(
+    model: Model, tokenizer: Tokenizer, prompt: str, num_samples: int, how: Sampling
+) -> Iterator[tuple[int, str]]:
     """Yield the continuations of `prompt` in pieces, as (number of the sample, text), one sample after the other.
 
     All samples are generated together, because one step for several takes less time than a step for each. The first
@@ -132,7 +134,7 @@ def stream(model: GPT, tokenizer: Tokenizer, prompt: str, num_samples: int, how:
 
 @torch.inference_mode()
 def generate(
-    model: GPT, prompt: Sequence[int], n_vocab: int, end: int | None, num_samples: int, how: Sampling
+    model: Model, prompt: Sequence[int], n_vocab: int, end: int | None, num_samples: int, how: Sampling
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every sample, up to `max_new_tokens` times, and stop when all samples have ended.
 
@@ -142,7 +144,7 @@ def generate(
     """
     # These generators are not torch's, so sampling does not change the random numbers of training.
     generators = [np.random.default_rng((how.seed, number)) for number in range(num_samples)]
-    text = torch.tensor([prompt], device=model.tokens.weight.device).expand(num_samples, -1)  # (N, T)
+    text = torch.tensor([prompt], device=device_of(model)).expand(num_samples, -1)  # (N, T)
     cache = model.empty_cache(num_samples, min(model.cfg.block_size, len(prompt) + how.max_new_tokens))
     ended = [False] * num_samples
     for step in range(how.max_new_tokens):
@@ -157,14 +159,14 @@ def generate(
         text = torch.cat([text, token.to(text.device)], dim=1)
 
 
-def prefill(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
+def prefill(model: Model, text: Tensor, cache: list[LayerCache]) -> Tensor:
     """Fill the empty cache with the end of the prompt, which is every row of `text` (N, T). Returns logits (N, V)."""
     return model.logits(text[:1, -model.cfg.block_size :], cache).expand(len(text), -1)
 
 
-def decode_one_token(model: GPT, text: Tensor, cache: list[LayerCache]) -> Tensor:
+def decode_one_token(model: Model, text: Tensor, cache: list[LayerCache]) -> Tensor:
     """Logits (N, V) of the token after `text` (N, T). The cache holds all of these tokens but the last one."""
-    if text.shape[1] > model.cfg.block_size:
+    if text.shape[1] > model.cfg.block_size or not cache:
         # Every token moves by one position, and keys and values depend on positions: the cache is of no more use.
         return model.logits(text[:, -model.cfg.block_size :])
     return model.logits(text[:, -1:], cache)

@@ -46,7 +46,11 @@ def plain_cross_entropy(
     logarithm of the softmax's denominator, which keeps the logits small (PaLM, arXiv 2204.02311, section 5); the value
     is the loss alone, comparable between runs with and without.
     """
-    logits = softcapped(F.linear(hidden, weight), softcap)  # (N, V)
+    return cross_entropy(softcapped(F.linear(hidden, weight), softcap), targets, z_loss)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """`plain_cross_entropy` of logits (N, V)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not z_loss:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED)

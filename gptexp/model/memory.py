@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from gptexp.config.parts import is_part
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import chunks
 from gptexp.model.loss import chunk_rows
@@ -97,8 +98,12 @@ def memory_estimate(m: ModelConfig, optim: OptimConfig, step: StepShape) -> Memo
     The peak is at one of these points: after the backward pass of the loss, when all activations exist; with activation
     checkpointing, after the recomputation of the last block; at the end of the backward pass, when all gradients exist
     and an embedding that is also the head has a second one; in the update, whose temporary tensors take the place of
-    the activations.
+    the activations. The activations of a model of the user's own are unknown, and count 0.
     """
+    if is_part(m):
+        weights, state = 4 * count_parameters(m), state_bytes(optim, m)
+        average = weights if step.averaged else 0
+        return Memory(weights, average, state, weights, gathered=0, activations=0, loss=0, fragmentation=0)
     parts, weights = _parts(m, step), 4 * count_parameters(m)
     if step.is_split:
         moments = _split_moments(m, optim, step, parts)

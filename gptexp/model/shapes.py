@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gptexp.config.parts import bound, is_part
 from gptexp.config.schema import ModelConfig
 from gptexp.optim.base import Shape, in_block
+from gptexp.process.imports import permanent
 
 
 class Names(NamedTuple):
@@ -57,6 +59,9 @@ def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
 
     In the order in which a `GPT` has them.
     """
+    if is_part(m):
+        yield from _of_part(m)
+        return
     names, c, vocab = names_of(m), m.n_embd, m.resolved_vocab_size
     norm = _norm(m)
     yield f"{names.tokens}.weight", (vocab, c), 1
@@ -69,6 +74,21 @@ def parameter_shapes(m: ModelConfig) -> Iterator[tuple[str, Shape, int]]:
         yield f"{names.norm}.{kind}", (c,), 1
     if not m.tied:
         yield "lm_head.weight", (vocab, c), 1
+
+
+_OF_PARTS: dict[str, list[tuple[str, Shape, int]]] = {}
+
+
+def _of_part(m: ModelConfig) -> list[tuple[str, Shape, int]]:
+    """The parameters of a model of the user's own, which is built without memory."""
+    if repr(m) not in _OF_PARTS:
+        with permanent():
+            import torch
+
+        with torch.device("meta"):
+            own = bound("model", m)(m.resolved_vocab_size, m.block_size)
+        _OF_PARTS[repr(m)] = [(f"own.{name}", tuple(p.shape), 1) for name, p in own.named_parameters()]
+    return _OF_PARTS[repr(m)]
 
 
 def every_parameter(m: ModelConfig) -> Iterator[tuple[str, Shape]]:

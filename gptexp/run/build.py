@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from gptexp.config.noise_scale import needing_noise_scale, noise_half_life, why_unmeasured
+from gptexp.config.parts import is_part
 from gptexp.config.run_plan import plan_run
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config
@@ -37,6 +39,7 @@ from gptexp.model.attention import Context
 from gptexp.model.compiler import compile_options
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import LOSSES
+from gptexp.model.own_model import Model, OwnModel
 from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError
 from gptexp.run.evaluations import build_evaluations
@@ -126,13 +129,13 @@ def refuse_missing_compiler(effective: Effective, device: torch.device) -> None:
         raise ConfigError(f"{asked}: {missing}; use {others}")
 
 
-def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> GPT:
+def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> Model:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
     gpt = _unseeded(cfg, effective).to(device)
     if effective.compile.value:
         # `fullgraph`: one graph that includes the loss, or an error.
-        gpt.compile(fullgraph=True, dynamic=False, options=compile_options())
+        gpt.compile(fullgraph=isinstance(gpt, GPT), dynamic=False, options=compile_options())
     return gpt
 
 
@@ -146,6 +149,7 @@ def build_split_gpt(
     """
     with torch.device("meta"):
         gpt = _unseeded(cfg, effective)
+    assert isinstance(gpt, GPT), "rules.py refuses to split others"
     if effective.compile.value:
         for block in gpt.blocks:  # only `forward`: the block itself would include FSDP2's hooks
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=compile_options())
@@ -163,12 +167,14 @@ def _forward(plain: Callable[..., Tensor], compiled: Callable[..., Tensor], x: T
     return (compiled if context.cache is None else plain)(x, context)
 
 
-def _unseeded(cfg: Config, effective: Effective) -> GPT:
+def _unseeded(cfg: Config, effective: Effective) -> Model:
     model = with_vocab_size(cfg, effective.vocab_size.value).model
     if compiles(effective):
         torch.compiler.config.cache_key_tag = _cache_key(cfg, effective)
     if effective.compile.value:
         torch.compiler.reset()  # under a launcher one process trains many cells; drop the last cell's graphs
+    if is_part(model):
+        return OwnModel(model, cfg.train.z_loss)
     of_step = partial(LOSSES[effective.loss.value], z_loss=cfg.train.z_loss)
     flex = effective.attention.value == "flex"
     return GPT(model, of_step, cfg.train.recomputed_every, masked_start(cfg.data), flex)
@@ -194,7 +200,7 @@ def _cache_key(cfg: Config, effective: Effective) -> str:
 
 
 def wrap(
-    gpt: GPT, effective: Effective, reduction: str, rank: Rank, device: torch.device, comm: str = "float32"
+    gpt: Model, effective: Effective, reduction: str, rank: Rank, device: torch.device, comm: str = "float32"
 ) -> nn.Module:
     """Wrap the model in DDP if several ranks average gradients with DDP, sending them as `comm`. *Collective.*"""
     if rank.world_size == 1:
@@ -204,10 +210,13 @@ def wrap(
             dist.broadcast(parameter.data, src=0)  # as DDP does: all ranks start with rank 0's weights
         return gpt
     gradients_mib = sum(p.numel() * p.element_size() for p in gpt.parameters()) / 2**20
+    known = inspect.signature(DistributedDataParallel).parameters
+    synced = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # its name until 2.12
+    unsynced: dict[str, Any] = {synced: False}
     ddp = DistributedDataParallel(
         gpt,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **unsynced,
         gradient_as_bucket_view=True,
         bucket_cap_mb=max(LEAST_BUCKET_MIB, gradients_mib / BUCKETS) if effective.compile.value else None,
     )
@@ -268,7 +277,7 @@ def build_training(job: Job, prepared: Prepared, decision: Decision) -> Training
     )
 
 
-def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[GPT, TrainStep]:
+def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[Model, TrainStep]:
     """Build the model with its first weights, and the step that trains it. *Collective.*"""
     cfg, rank, device = job.cfg, job.rank, prepared.device
     effective, path, source = decision.effective, decision.checkpoint, decision.source
@@ -276,6 +285,7 @@ def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[GPT, 
         refuse_other_size(path, count_parameters(cfg.model))
     sharding = cfg.world.sharding if rank.world_size > 1 else "none"  # one rank's part is everything
     parameters: Parameters
+    gpt: Model
     if sharding == "full":
         gpt, parameters = build_split_gpt(cfg, effective, device, path is None and source is None)
     else:
@@ -292,7 +302,7 @@ def _build_step(job: Job, prepared: Prepared, decision: Decision) -> tuple[GPT, 
         reduction=build_reduction(cfg.train.reduction, model, rank, effective.reduce_every == "micro_step"),
         grad_clip=cfg.optim.grad_clip,
         forward_context=forward_context(effective),
-        dropout=cfg.model.dropout > 0,
+        dropout=cfg.model.dropout > 0 or is_part(cfg.model),  # which may draw random numbers
         parameters=parameters,
         may_spoil=cfg.train.nonfinite != "skip" and cfg.optim.takes_nonfinite,
         stop=job.stop,

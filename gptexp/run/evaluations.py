@@ -24,7 +24,7 @@ from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import pick_device
-from gptexp.model.gpt import GPT
+from gptexp.model.own_model import Model, device_of
 from gptexp.process.errors import ConfigError, UserError, first_line
 from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import warn
@@ -42,7 +42,7 @@ from gptexp.training.weight_average import WeightAverage
 
 
 def build_evaluations(
-    job: Job, prepared: Prepared, plan: RunPlan, gpt: GPT, step: TrainStep, average: WeightAverage | None
+    job: Job, prepared: Prepared, plan: RunPlan, gpt: Model, step: TrainStep, average: WeightAverage | None
 ) -> Evaluations:
     """Return the evaluations of the run, in the order in which they are measured.
 
@@ -95,7 +95,7 @@ def build_evaluations(
 
 
 def score_while_training(
-    model: GPT, tokenizer: Callable[[], Tokenizer], tasks: Sequence[str], device: torch.device, stop: StopRequest
+    model: Model, tokenizer: Callable[[], Tokenizer], tasks: Sequence[str], device: torch.device, stop: StopRequest
 ) -> dict[str, float]:
     """The figures of lm_eval's `tasks` for `model`, as metrics. A failure prints a line and gives no metrics.
 
@@ -140,7 +140,7 @@ def evaluate_tasks(
     if HELLASWAG in tasks:
         file = hellaswag or downloaded(VALIDATION, downloads_dir(DataConfig()))
         examples = read_examples(file, tokenizer)[:limit]
-        scores = score(model, examples, Rank(), model.tokens.weight.device, nullcontext)
+        scores = score(model, examples, Rank(), device_of(model), nullcontext)
         found[HELLASWAG] = {name.partition("/")[2]: value for name, value in scores.items()}
         found[HELLASWAG]["examples"] = len(examples)
     if others:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gptexp.config.blocks import in_words
+from gptexp.config.parts import name_of
 from gptexp.config.paths import HUB_MODELS, is_hub_model, path_list
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import Config, DataConfig
@@ -31,12 +32,12 @@ from gptexp.data.characters import CharTokenizer
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.data.tokenizer_file import FileTokenizer
 from gptexp.data.tokenizer_json import transformers_files
-from gptexp.model.gpt import GPT
 from gptexp.model.huggingface import to_transformers
 from gptexp.model.loss import perplexity
+from gptexp.model.own_model import Model, OwnModel
 from gptexp.model.parametrisation import describe
 from gptexp.model.shapes import count_parameters
-from gptexp.process.errors import DataError, first_line
+from gptexp.process.errors import ConfigError, DataError, first_line
 from gptexp.process.terminal import as_command, printable, warn
 from gptexp.process.words import counted, duration
 from gptexp.reporting.charts.pictures import Drawing
@@ -89,8 +90,11 @@ def export(directory: Path, out: Path, name: str, averaged: bool = False, step: 
                     file.rename(out / file.name)
 
 
-def save_pretrained(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write weights, configs and tokenizer into `folder`. Raises `OSError`."""
+def save_pretrained(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write weights, configs and tokenizer into `folder`. Raises `OSError`, or `ConfigError` for an own model."""
+    if isinstance(model, OwnModel):
+        rule = "transformers has no such model; only gptexp can use it"
+        raise ConfigError(f"model={name_of(model.cfg)}: {rule}", "not-exportable")
     files = {
         CONFIG_JSON: _json(config_json(model.cfg, tokenizer.n_vocab, tokenizer.eot_token)),
         GENERATION_CONFIG_JSON: _json(generation_config_json(tokenizer.eot_token)),

@@ -8,6 +8,7 @@ import torch
 
 from gptexp.config.batch import count_val_windows
 from gptexp.config.metrics import Metric
+from gptexp.config.parts import is_part, origin
 from gptexp.config.schema import Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer, masked_start
@@ -19,6 +20,7 @@ from gptexp.machine.resolve import resolve
 from gptexp.model.generate import for_inference
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import bits_per_byte, perplexity, plain_cross_entropy
+from gptexp.model.own_model import Model, OwnModel
 from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError, DataError
 from gptexp.process.fields import AUTO
@@ -36,7 +38,7 @@ from gptexp.training.evaluation import validation_loss
 class LoadedRun:
     """A checkpoint of a run, ready for use."""
 
-    model: GPT  # in eval mode, on `device`
+    model: Model  # in eval mode, on `device`
     config: Config
     effective: Effective
     checkpoint: Path
@@ -61,7 +63,12 @@ def load_checkpointed(directory: Path | str, averaged: bool = False, step: int |
     refuse_another_model(directory, config)
     checkpoint.refuse_other_size(path, count_parameters(config.model))
     device = _device(config.train.device)
-    model = GPT(config.model, plain_cross_entropy, document_start=masked_start(config.data, directory))
+    model: Model
+    if is_part(config.model):
+        warn(f"part {origin('model', config.model)}")  # stdout has the result
+        model = OwnModel(config.model)
+    else:
+        model = GPT(config.model, plain_cross_entropy, document_start=masked_start(config.data, directory))
     checkpoint.load_weights(path, model, averaged)
     saved = load_effective(directory)
     here = replace(config, train=replace(config.train, loss=AUTO))  # the plain loss needs no compiler
@@ -96,7 +103,7 @@ def _device(trained_on: str) -> torch.device:
 
 def load_run(
     directory: Path | str, ema: bool = False, checkpoint: int | str | None = None
-) -> tuple[GPT, Tokenizer, Config]:
+) -> tuple[Model, Tokenizer, Config]:
     """Return the model in eval mode, its tokenizer and the run's config, for a notebook.
 
     `directory` is that of a run, or of a sweep, whose best run is loaded. `checkpoint` is a step, "best" (the lowest
@@ -110,7 +117,7 @@ def load_run(
     return run.model, load_tokenizer(run.config.data.tokenizer, path), run.config
 
 
-def load_for_inference(directory: Path | str, averaged: bool, step: int | None) -> tuple[GPT, Tokenizer]:
+def load_for_inference(directory: Path | str, averaged: bool, step: int | None) -> tuple[Model, Tokenizer]:
     """Return a model to generate text with, which computes as the run did, and the run's tokenizer.
 
     If this device would have to emulate bfloat16, the model computes in float32. Arguments and errors are those of
@@ -122,7 +129,7 @@ def load_for_inference(directory: Path | str, averaged: bool, step: int | None) 
     return model, load_tokenizer(run.config.data.tokenizer, Path(directory))
 
 
-def load_pretrained(source: Source, averaged: bool = False) -> tuple[GPT, Tokenizer]:
+def load_pretrained(source: Source, averaged: bool = False) -> tuple[Model, Tokenizer]:
     """Return the model of `source`, in eval mode, and its tokenizer. Raises `ConfigError` or `CheckpointError`.
 
     `averaged` takes the average of a run's weights.

@@ -14,7 +14,7 @@ from gptexp.data.loader import val_batches
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree
 from gptexp.machine.effective import ForwardContext
-from gptexp.model.gpt import GPT
+from gptexp.model.own_model import Model
 from gptexp.process.terminal import warn
 from gptexp.process.words import duration
 from gptexp.run.job import Job, Prepared
@@ -25,7 +25,7 @@ class OwnEvaluation:
     """It neither changes a run nor ends it: random numbers are restored, and an error is a warning."""
 
     def __init__(
-        self, entry: Mapping[str, Any], job: Job, prepared: Prepared, gpt: GPT, batch: int, context: ForwardContext
+        self, entry: Mapping[str, Any], job: Job, prepared: Prepared, gpt: Model, batch: int, context: ForwardContext
     ) -> None:
         self.name, self.call = entry["name"], bound(EVALUATIONS, SimpleNamespace(**entry))
         self.job, self.prepared, self.gpt, self.batch, self.context = job, prepared, gpt, batch, context

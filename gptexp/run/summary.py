@@ -11,6 +11,7 @@ import torch
 
 from gptexp.config.blocks import in_words
 from gptexp.config.noise_scale import why_unmeasured
+from gptexp.config.parts import is_part
 from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
@@ -34,8 +35,9 @@ def start_lines(cfg: Config, directory: Path, effective: Effective, t: Training,
     """Return the lines that describe the run before it starts."""
     m, plan, shares = cfg.model, t.plan, t.dataset.train.shares
     epoch_tokens, scaled = t.dataset.order.n_train * plan.batch.seq_len, changes(cfg.optim, t.optim)
+    sizes = f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, "
     model = (
-        f"{counted(m.n_layer, 'layer')}, {counted(m.n_head, 'head')}, width {m.n_embd}, block {m.block_size}, "
+        f"{'' if is_part(m) else sizes}block {m.block_size}, "
         f"vocabulary {m.vocab_size:,}: {count_parameters(m):,} parameters"
     )
     world = f"{counted(plan.batch.world_size, 'rank')}, {effective.local_world_size} on this node"

@@ -40,7 +40,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     old, new = result_deciding(before) | trained, result_deciding(config)
     completed = run_dir.status(directory) == "completed"
     changed = run_dir.changed(old, new)
-    if completed and set(changed) & {"train.max_tokens", "train.max_steps"}:
+    if completed and set(changed) & {"train.max_tokens", "train.max_steps", "train.epochs"}:
         raise ConfigError(
             f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
             f"with init_from={directory}"

@@ -32,6 +32,7 @@ from gptexp.config.schema import Config, fields_of, hashed, result_deciding
 from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
 from gptexp.config.spelling import as_typed
 from gptexp.config.vocabulary import NAMES, with_vocab_size
+from gptexp.data.epoch import count_epoch
 from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, Problem, UserError
@@ -167,7 +168,7 @@ def draft_cells(
         parent, checked, problems = None, None, list[Problem]()
         try:
             parent = branch.find(composition.branch_from)
-            checked = with_step(to_config(composition, overrides, launcher_world_size(), parent))
+            checked = with_step(to_config(composition, overrides, launcher_world_size(), parent, count_epoch))
         except ConfigError as error:
             problems = error.problems
         drafts.append(Draft(partial(compose, overrides, number, parent), values, checked, problems))

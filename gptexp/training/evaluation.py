@@ -14,8 +14,8 @@ from gptexp.data.loader import Dataset, val_batches
 from gptexp.distributed.group import all_reduce_sum
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import ForwardContext
-from gptexp.model.gpt import GPT
 from gptexp.model.loss import IGNORED
+from gptexp.model.own_model import Model
 from gptexp.storage.checkpoint import TrainState
 
 
@@ -75,7 +75,7 @@ class Evaluations:
 
 
 def validation_loss(
-    model: GPT, dataset: Dataset, batch_size: int, rank: Rank, device: torch.device, forward_context: ForwardContext
+    model: Model, dataset: Dataset, batch_size: int, rank: Rank, device: torch.device, forward_context: ForwardContext
 ) -> float:
     """Return the mean loss over every target of the fixed validation windows, in nats per token. *Collective.*
 

@@ -11,13 +11,13 @@ from gptexp.data.hellaswag import Example
 from gptexp.distributed.group import all_reduce_sum
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.effective import ForwardContext
-from gptexp.model.gpt import GPT
+from gptexp.model.own_model import Model
 
 BATCH_TOKENS = 4096  # tokens of one forward pass, padding included
 
 
 def score(
-    model: GPT, examples: Sequence[Example], rank: Rank, device: torch.device, forward_context: ForwardContext
+    model: Model, examples: Sequence[Example], rank: Rank, device: torch.device, forward_context: ForwardContext
 ) -> dict[str, float]:
     """Return the shares of right answers as metrics. *Collective.*
 
@@ -51,13 +51,13 @@ def _length(example: Example) -> int:
     return len(example.context) + max(map(len, example.endings)) - 1
 
 
-def _ids(model: GPT, example: Example, ending: list[int]) -> tuple[list[int], int]:
+def _ids(model: Model, example: Example, ending: list[int]) -> tuple[list[int], int]:
     """The last ids that fit: a full context of inputs, and one final target. Also how many of them are targets."""
     ids = [*example.context, *ending][-model.cfg.block_size - 1 :]
     return ids, min(len(ending), len(ids) - 1)
 
 
-def _losses(model: GPT, rows: Sequence[tuple[list[int], int]], device: torch.device) -> Tensor:
+def _losses(model: Model, rows: Sequence[tuple[list[int], int]], device: torch.device) -> Tensor:
     """The sum of the losses of each row's targets (rows), in nats. Logits are computed only for targets."""
     width = max(len(ids) for ids, _ in rows) - 1
     x = torch.zeros(len(rows), width, dtype=torch.int64)

@@ -22,7 +22,7 @@ from gptexp.data.loader import Dataset, MicroBatch, micro_batches
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
 from gptexp.loggers.run_log import RunLog, straggler
-from gptexp.model.gpt import GPT
+from gptexp.model.own_model import Model
 from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import DivergedError
 from gptexp.process.signals import StopRequest
@@ -50,7 +50,7 @@ class Training:
     plan: RunPlan
     step: TrainStep
     average: WeightAverage | None  # None: train.ema_half_life_tokens is null
-    gpt: GPT  # the model itself; `step.model` may be DDP around it
+    gpt: Model  # the model itself; `step.model` may be DDP around it
     dataset: Dataset
     rank: Rank
     device: torch.device

@@ -162,7 +162,8 @@ def test_the_table_has_no_duplicates_and_each_code_of_the_rules() -> None:
         source = (ROOT / f"gptexp/config/{module}.py").read_text()
         codes = set(re.findall(r'(?:Problem|refuse|_refusal)\((?:cfg, [^"]*)?(?:"[\w.]+", )?"([a-z-]+)"', source))
         assert len(codes) > 10
-        assert codes - tested <= {"secret", "package-missing"}, "test_secrets.py has the first; the second needs luck"
+        elsewhere = {"secret", "needs-own-blocks", "package-missing"}  # test_secrets.py, test_parts.py; by luck
+        assert codes - tested <= elsewhere
 
 
 KEYS = {key: f for key, f, _, _ in every_key()}

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from gptexp.config import parts, rules
 from gptexp.config.compose import compose
@@ -33,6 +34,26 @@ class NoType(torch.optim.Optimizer):
     def __init__(self, params, lr: float, other: torch.Tensor): ...
 def function(params, lr): ...
 constant = 3
+"""
+MODEL = """
+import torch
+from torch import nn
+class Tiny(nn.Module):
+    def __init__(self, vocab_size, block_size, width: int = 8, n_embd: int = 4, drop: float = 0.0):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+    def forward(self, x):
+        return self.head(self.embedding(x))
+class Wrong(Tiny):
+    def forward(self, x):
+        return self.embedding(x)
+class Buffers(Tiny):
+    def __init__(self, vocab_size, block_size):
+        super().__init__(vocab_size, block_size)
+        self.register_buffer("mean", torch.zeros(3))
+class NoBlock(nn.Module):
+    def __init__(self, vocab_size): ...
+def function(vocab_size, block_size): ...
 """
 SCHEDULE = """
 def halves(tokens: int, warmup_tokens: int, decay_tokens: int, base: float = 0.5) -> float:
@@ -77,10 +98,12 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "schedule.py").write_text(SCHEDULE)
     (package / "evaluation.py").write_text(EVALUATION)
     (package / "data.py").write_text(DATA)
+    (package / "model.py").write_text(MODEL)
     (package / "broken.py").write_text("import math\n\nmath.missing()\n")
     for group, names in {
         "optim": ("Own", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
         "schedule": ("halves", "negative", "fails"),
+        "model": ("Tiny", "Wrong", "Buffers", "NoBlock", "function"),
         "data": ("documents", "Endless", "plain"),
     }.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -144,6 +167,20 @@ def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
         (["optim=function"], "wrong-contract", "torch.optim.Optimizer"),
         (["optim=constant"], "wrong-contract", "int"),
         (["optim=missing"], "not-importable", "Missing"),
+        (["model=noblock"], "wrong-contract", "vocab_size, block_size"),
+        (["model=function"], "wrong-contract", "torch.nn.Module"),
+        (["model=tiny", "model.n_layer=2"], "key-not-read", "model.n_layer"),
+        (
+            ["model=tiny", "model.parametrisation=mup"],
+            "needs-own-blocks",
+            "model.parametrisation",
+        ),
+        (["model=tiny", "train.attention=flash"], "needs-own-blocks", "train.attention"),
+        (["model=tiny", "train.loss=chunked"], "needs-own-blocks", "train.loss"),
+        (["model=tiny", "world=ddp2", "world.sharding=full", "batch.micro_batch_size=4"], "needs-own-blocks", "full"),
+        (["model=tiny", "batch.micro_batch_size=auto"], "needs-own-blocks", "batch.micro_batch_size"),
+        (["model=tiny", "optim=muon"], "needs-own-blocks", "optim.name=muon"),
+        (["model=tiny", "model.widht=3"], "unknown-key", "model.width"),
         (["data=plain"], "wrong-contract", "generator"),
         (["data=documents", "data.subset=x"], "key-not-read", "data.subset"),
         (["schedule=negative"], "wrong-factor", "-1.0"),
@@ -183,6 +220,43 @@ def test_a_key_that_must_be_given_is_named(lab: Path) -> None:
     (lab / "optim/own.yaml").write_text("_target_: lab.optim.Own\n")
     _, line = refused(lab, "optim=own")
     assert "size" in line
+
+
+def test_an_own_model_is_trained_by_its_logits(lab: Path) -> None:
+    from gptexp.model.flops import flops_per_token
+    from gptexp.model.own_model import OwnModel
+    from gptexp.model.shapes import count_parameters, parameter_shapes
+
+    config = composed(lab, "model=tiny", "model.width=6", "model.vocab_size=10", "data.tokenizer=chars").model
+    model = OwnModel(config, z_loss=0.1)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        name: shape for name, shape, _ in parameter_shapes(config)
+    }
+    assert count_parameters(config) == 10 * 6 + 10 * 6 + 10
+    assert flops_per_token(config, 8) == (6 * 130, 6 * 130)
+    x, y = torch.randint(10, (2, 3, 5))
+    logits = model(x)
+    loss = model(x, y)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
+    torch.testing.assert_close(model.logits(x, []), logits[:, -1])
+    loss.backward()
+    trained = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    logits = model(x).flatten(0, 1)
+    (torch.nn.functional.cross_entropy(logits, y.flatten()) + 0.1 * (logits.logsumexp(-1) ** 2).mean()).backward()
+    for grad, p in zip(trained, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+@pytest.mark.parametrize(("name", "names"), [("wrong", "must give logits (2, 3, 320)"), ("buffers", "buffer mean")])
+def test_an_own_model_of_another_contract_is_one_line(lab: Path, name: str, names: str) -> None:
+    from gptexp.model.own_model import OwnModel
+
+    with pytest.raises(ConfigError) as caught:
+        OwnModel(composed(lab, f"model={name}", "model.vocab_size=320", "data.tokenizer=bytes").model)(
+            torch.zeros((2, 3), dtype=torch.int64)
+        )
+    assert names in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whole runs with the parts of examples/own_parts: swept, killed and resumed, and read where they are not installed."""
 
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import events, processes_of, runs, wait_for
+from conftest import events, processes_of, runs, summary, wait_for
 from real_runs import begun, equal
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_parts"
@@ -106,11 +107,55 @@ def test_an_evaluation_neither_changes_a_run_nor_ends_it(
     assert found[-1]["eval/drawn/loss"] == pytest.approx(found[-1]["val/loss"], rel=0.2)
 
 
-@pytest.mark.e2e
-def test_own_parts_killed_on_two_ranks_end_with_the_same_bits(
-    gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+LSTM = ["model=lstm", "model.width=16", "model.dropout=0.1", "model.block_size=16"]
+
+
+def with_lstm(tiny: list[str]) -> list[str]:
+    return [*(text for text in tiny if not text.startswith("model")), *LSTM]
+
+
+def test_an_own_model_is_planned_trained_evaluated_and_sampled(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
 ) -> None:
-    argv = [*tiny, *OWN, "world=ddp2", "train.max_steps=40", "train.save_every=10"]
+    argv = [*with_lstm(tiny), *OWN]
+    planned = gptexp("plan", *argv, env=lab)
+    assert planned.returncode == 0, planned.stderr
+    assert re.search(r"memory .* activations is unknown", planned.stdout)
+    for ranks in (1, 2):
+        done = gptexp("train", *argv, f"world.size={ranks}", "model.dropout=0", f"hydra.run.dir={ranks}", env=lab)
+        assert done.returncode == 0, done.stderr
+    losses = [[e["train/loss"] for e in events(tmp_path / f"{ranks}", "step")] for ranks in (1, 2)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    evaluated = gptexp("evaluate", "1", env=lab)
+    assert json.loads(evaluated.stdout)["val/loss"] == pytest.approx(
+        summary(tmp_path / "1")["final_val_loss"], rel=1e-5
+    )
+    sampled = gptexp("sample", "1", "--max-new-tokens", "40", "--prompt", "a", env=lab)
+    assert sampled.returncode == 0, sampled.stderr
+    assert "part model=lstm: my_lab.model.LSTM from" in sampled.stderr
+    refused = gptexp("export", "1", "hf", env=lab)
+    assert refused.returncode == 2
+    assert "not-exportable" in refused.stderr.splitlines()[-1]
+    for verb in ("report", "ls", "status"):
+        assert gptexp(verb, "1").returncode == 0
+    for verb in ("sample", "evaluate"):
+        missing = gptexp(verb, "1")
+        assert missing.returncode == 2
+        assert "my_lab" in missing.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("model", ["nano", "lstm"])
+def test_own_parts_killed_on_two_ranks_end_with_the_same_bits(
+    gptexp: Gptexp, start: Start, tiny: list[str], tmp_path: Path, lab: dict[str, str], model: str
+) -> None:
+    argv = [
+        *(with_lstm(tiny) if model == "lstm" else tiny),
+        *OWN,
+        "world=ddp2",
+        "train.max_steps=40",
+        "train.save_every=10",
+    ]
     assert gptexp("train", *argv, "hydra.run.dir=whole", env=lab).returncode == 0
     process = start("train", *argv, "hydra.run.dir=cut", env=lab)
     wait_for(begun(tmp_path / "cut", 12), process)

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gptexp.config.parts import is_part, name_of
 from gptexp.config.paths import conf_dir
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import DataConfig, ModelConfig, fields_by_key, fields_of, fits_type, result_deciding
@@ -255,6 +256,8 @@ def model_name(model: ModelConfig) -> str:
 
 def model_option(model: ModelConfig) -> str | None:
     """The option of the group `model` that differs at most in the dropout and the parametrisation."""
+    if is_part(model):
+        return name_of(model)
     own = _shape(model)
     return next((name for name, (_, shape) in _known_models().items() if shape == own), None)
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from gptexp.config.parts import SOURCE, TARGET
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import ModelConfig
 from gptexp.process.terminal import printable
@@ -142,8 +143,11 @@ def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> 
     if (name := choices.pop(OPTIMIZER, None)) is not None:
         choices = {"optim": name, **choices}
     sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
-    model = ModelConfig(**{f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)})
-    option, changed = nearest_model(model) if len(sizes) > 1 else (None, [])
+    known = {f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)}
+    option, changed = nearest_model(ModelConfig(**known)) if len(sizes) > 1 else (None, [])
+    if f"model.{TARGET}" in run.config:
+        own = {key.removeprefix("model.") for key in run.config if key.startswith("model.")} - known.keys()
+        option, changed = run.config["model.name"], [*(own - {"name", TARGET, SOURCE})]
     replaced = [key for key in sizes if key.removeprefix("model.") not in changed]
     if option is not None and len(replaced) > 1:
         choices = {"model": option, **{key: value for key, value in choices.items() if key not in replaced}}

@@ -1,0 +1,61 @@
+"""A model of the user's own, in the place of `GPT`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gptexp.config.parts import TARGET, bound
+from gptexp.config.schema import ModelConfig
+from gptexp.model.attention import LayerCache
+from gptexp.model.gpt import GPT
+from gptexp.model.loss import cross_entropy
+from gptexp.process.errors import ConfigError
+
+
+class OwnModel(nn.Module):
+    """The module that `model._target_` names, with the loss and with what evaluation and sampling call.
+
+    There is no cache: each token is computed from all tokens before it.
+    """
+
+    def __init__(self, cfg: ModelConfig, z_loss: float = 0.0) -> None:
+        """Raises `ConfigError` if the target is no module that gptexp can save."""
+        super().__init__()
+        self.cfg, self.z_loss = cfg, z_loss
+        self.own = bound("model", cfg)(cfg.resolved_vocab_size, cfg.block_size)
+        weights = {name for name, _ in self.own.named_parameters(remove_duplicate=False)}
+        if buffers := sorted(self.own.state_dict().keys() - weights):
+            rule = "a checkpoint keeps parameters only; register it with persistent=False"
+            raise ConfigError(f"model._target_={getattr(cfg, TARGET)}: buffer {buffers[0]}: {rule}", "wrong-contract")
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of the targets `y` (B, T), a scalar in nats; without `y`, the logits (B, T, V)."""
+        logits: Tensor = self.own(x)
+        if logits.shape != (*x.shape, self.cfg.resolved_vocab_size):
+            expected = (*x.shape, self.cfg.resolved_vocab_size)
+            rule = f"gives {tuple(logits.shape)} for ids {tuple(x.shape)}; must give logits {expected}"
+            raise ConfigError(f"model._target_={getattr(self.cfg, TARGET)}: {rule}", "wrong-contract")
+        return logits if y is None else cross_entropy(logits.flatten(0, 1), y.flatten(), self.z_loss)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What `head` takes: here the logits themselves."""
+        return self(x)  # type: ignore[no-any-return]
+
+    def head(self, h: Tensor) -> Tensor:
+        return h
+
+    def logits(self, x: Tensor, _: Sequence[LayerCache] | None = None) -> Tensor:
+        """Logits (B, V) of the token that follows `x` (B, T)."""
+        return self.hidden(x)[:, -1]
+
+    def empty_cache(self, _rows: int, _capacity: int) -> list[LayerCache]:
+        return []
+
+
+Model = GPT | OwnModel
+
+
+def device_of(model: Model) -> torch.device:
+    """The device that has the model's weights."""
+    return next(model.parameters()).device
