@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-from gptexp import train
 from gptexp.command.arguments import Parser
 from gptexp.config.describe import answer_help
 from gptexp.config.search_flags import FLAGS, PLAIN, PREFIX, SWEEPER, SWITCHES
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import run_verb
+from gptexp.train import main as train
 
 NOUNS = ("run", "runs", "token", "tokens")
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"{text}: {twice} sets it too; leave one of them out", "key-given-twice")
     options = [f"{PREFIX}{flag}={_option(flag, value)}" for flag, value in values.items()]
     multirun = [] if {"-m", "--multirun"} & {*others} else ["-m"]
-    train.main([*multirun, *others, *(["--dry-run"] if args.dry_run else []), SWEEPER, *options])
+    train([*multirun, *others, *(["--dry-run"] if args.dry_run else []), SWEEPER, *options])
 
 
 def _option(flag: str, text: str | bool) -> str:

@@ -25,6 +25,7 @@ LAYOUT = "\n\t"  # control characters that may be printed
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028-\u202e\u2066-\u2069\ufffe\uffff]")
 ERASE_LINE = "\r\x1b[2K"  # erases the cursor's line: another process on this terminal may draw a progress bar there
 NOWHERE = Path(os.devnull)
+ERRORS_TO = "GPTEXP_ERRORS_TO"  # environment: a file to which an error is written too, as JSON
 SHOW_CURSOR = "\x1b[?25h"
 SPINS = 3000  # how often a waiting OpenMP thread spins before it sleeps
 _people_read_stdout = True
@@ -242,6 +243,9 @@ def print_error(error: UserError) -> None:
     for problem in error.problems:
         code = f" [{problem.code}]" if problem.code != error.default_code else ""
         _print_errors(f"gptexp: {kind}{printable(problem)}{code}")
+    if path := os.environ.get(ERRORS_TO):
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(error_as_json(error)))
 
 
 def error_as_json(error: UserError) -> dict[str, Any]:

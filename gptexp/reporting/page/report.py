@@ -1,21 +1,25 @@
 """Everything that a report shows of a run or a sweep, as files, on the terminal or as a live page."""
 
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from html import escape
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gptexp.process.terminal import as_command, printable
-from gptexp.process.words import counted
+from gptexp.process.words import counted, shown
 from gptexp.reporting.charts.figures import figures
 from gptexp.reporting.charts.pictures import Drawing
 from gptexp.reporting.charts.vega_lite import Figure
+from gptexp.reporting.listings.frames import load_sweep
 from gptexp.reporting.listings.progress import Progress, is_going_on, survey, time_left
 from gptexp.reporting.listings.records import LR, Run, along, find_runs, read_run
 from gptexp.reporting.listings.search import Place, SearchHistory, search_of
 from gptexp.reporting.page.overview import Overview, overview
 from gptexp.reporting.statistics.analysis import Analysis, analyse
+from gptexp.reporting.statistics.law import Law
 from gptexp.reporting.words.answers import Answer, answers_of
 from gptexp.reporting.words.finding import Verdict
 from gptexp.reporting.words.proposals import Proposal, merged, proposals
@@ -23,6 +27,9 @@ from gptexp.reporting.words.thresholds import BEHIND_NATS, WITHIN
 from gptexp.reporting.words.verdict import verdict
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Part = TypeVar("Part")
 
@@ -42,6 +49,28 @@ class Report:
     further: list[Proposal]  # what to run next
     figures: list[Figure]
     search: SearchHistory | None = None  # of `gptexp tune`
+
+    @property
+    def laws(self) -> dict[str, Law]:
+        """The law of each arm that has one: label, empty for the only arm, -> learning rate over the batch size."""
+        return {arm.label: arm.law for arm in self.analysis.arms if arm.law is not None}
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """A row for each run, see `load_sweep`."""
+        return load_sweep(self.directory)
+
+    def _repr_html_(self) -> str:
+        """The answers and the first figure, for a notebook."""
+        keys = ("arm", "total_batch_size", "status", "lr", "low", "high", "loss", "wanted")
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(shown(getattr(answer, key)))}</td>' for key in keys)}</tr>"
+            for answer in self.answers
+        )
+        head = "".join(f"<th>{key}</th>" for key in keys)
+        pictures = (self.directory / "pictures" / f"{figure.key}.png" for figure in self.figures)
+        image = next((path.read_bytes() for path in pictures if path.is_file()), b"")
+        picture = f'<img width="640" src="data:image/png;base64,{b64encode(image).decode()}">' if image else ""
+        return f"<table><tr>{head}</tr>{rows}</table>{picture}"
 
     @property
     def tab_title(self) -> str:
