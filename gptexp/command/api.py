@@ -46,9 +46,8 @@ from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import with_step
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from gptexp.model.own_model import Model
+    from gptexp.reporting.listings.frames import DataFrame
     from gptexp.reporting.page.report import Report
 
 ERRORS: dict[int, type[UserError]] = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_CHECKPOINT: CheckpointError}
@@ -76,7 +75,7 @@ class Run:
         return str(self.summary.get("status", "running"))
 
     @property
-    def metrics(self) -> "pd.DataFrame":
+    def metrics(self) -> "DataFrame":
         """A row for each logged step, see `load_metrics`."""
         from gptexp.reporting.listings.frames import load_metrics
 
@@ -110,7 +109,7 @@ class Sweep:
         """The cells that have begun, in the order of their names."""
         return [Run(path.parent) for path in sorted(self.directory.glob(f"*/{run_dir.CONFIG}"))]
 
-    def to_pandas(self) -> "pd.DataFrame":
+    def to_pandas(self) -> "DataFrame":
         """A row for each run, see `load_sweep`."""
         from gptexp.reporting.listings.frames import load_sweep
 

@@ -19,7 +19,7 @@ from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.reader import open_bytes, parse_line
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from pandas import DataFrame as DataFrame  # others take it from here
 
 Array = npt.NDArray[Any]
 ROWS_AT_ONCE = 1_000  # their dicts fit in a core's cache
@@ -28,7 +28,7 @@ FINGERPRINT = Metric.DATA_FINGERPRINT.value  # the only metric that is text
 DTYPES = {**dict.fromkeys(COUNTS, np.int64), FINGERPRINT: object}  # of other metrics float
 
 
-def load_metrics(directory: Path | str) -> "pd.DataFrame":
+def load_metrics(directory: Path | str) -> "DataFrame":
     """Return the curves of a run: one row for each step that it has logged, in order. No row is left out.
 
     The columns are the metrics (gptexp/loggers/README.md) that the run has: `step` and `tokens` as integers,
@@ -63,7 +63,7 @@ def load_metrics(directory: Path | str) -> "pd.DataFrame":
     return pandas.DataFrame({name: joined(name) for name in names}, copy=False)
 
 
-def load_sweep(directory: Path | str) -> "pd.DataFrame":
+def load_sweep(directory: Path | str) -> "DataFrame":
     """Return one row for each run of a sweep, whatever its status, in the order of their names.
 
     The columns are those of the report's cells.csv (lr, total_batch_size, seed, final_val_loss, …, the keys of the

@@ -29,7 +29,7 @@ from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.sweep_record import SweepRecord
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from gptexp.reporting.listings.frames import DataFrame
 
 Part = TypeVar("Part")
 
@@ -55,7 +55,7 @@ class Report:
         """The law of each arm that has one: label, empty for the only arm, -> learning rate over the batch size."""
         return {arm.label: arm.law for arm in self.analysis.arms if arm.law is not None}
 
-    def to_pandas(self) -> "pd.DataFrame":
+    def to_pandas(self) -> "DataFrame":
         """A row for each run, see `load_sweep`."""
         return load_sweep(self.directory)
 
