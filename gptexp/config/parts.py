@@ -87,7 +87,8 @@ def in_one_line(error: Exception) -> str:
 
 def own_lines(error: Exception) -> list[str]:
     """The traceback of an error of the user's code, without the lines of gptexp, torch and Python."""
-    installed = tuple(str(Path(module.__file__ or "").parent) for module in (sys.modules["gptexp"], inspect))
+    others = [sys.modules[name] for name in ("gptexp", "torch", "inspect") if name in sys.modules]
+    installed = tuple(str(Path(module.__file__ or "").parent) for module in others)
     frames = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(installed)]
     return [line for text in traceback.format_list(frames) for line in text.rstrip().splitlines()]
 
@@ -262,5 +263,9 @@ def loaded(group: str, section: Any) -> Any:
 
 def origin(group: str, section: Any) -> str:
     """The target of a part and its file, for the terminal."""
-    target = getattr(section, TARGET)
-    return f"{group}={name_of(section)}: {target} from {inspect.getsourcefile(inspect.unwrap(imported(group, target)))}"
+    return f"{group}={name_of(section)}: {getattr(section, TARGET)} from {source_file(group, section)}"
+
+
+def source_file(group: str, section: Any) -> str:
+    """The file that defines an imported part."""
+    return inspect.getsourcefile(inspect.unwrap(imported(group, getattr(section, TARGET)))) or ""

@@ -118,6 +118,12 @@ class SilentRankError(UserError):
     default_code = "rank-silent"
 
 
+class PartError(UserError):
+    """A part of the user's own has raised an error. The lines of its code follow the first one."""
+
+    default_code = "part-failed"
+
+
 class DivergedError(UserError):
     """The loss or the gradient is non-finite, or the loss stayed too high."""
 

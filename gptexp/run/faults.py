@@ -1,6 +1,7 @@
 """Turns exhausted memory and lost or silent ranks into errors that tell the user what to do."""
 
 import json
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +9,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from gptexp.config.batch import legal_micro_batches
+from gptexp.config.parts import EVALUATIONS, in_one_line, name_of, own_lines, source_file
+from gptexp.config.schema import Config, parts_of
 from gptexp.distributed.group import wait_for
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import is_out_of_memory
@@ -17,6 +20,7 @@ from gptexp.process.errors import (
     LostRankError,
     MemoryExhaustedError,
     MicroBatchError,
+    PartError,
     SilentRankError,
     UserError,
 )
@@ -34,16 +38,23 @@ ASKING_S = 60.0  # longest time in which one rank asks about all others
 def explained(job: Job, store: dist.Store | None, effective: Effective, state: TrainState) -> Iterator[None]:
     """Context for building the model and training from `state`, which the body advances.
 
-    Raises a `UserError` for exhausted memory, and for ranks that have ended or do not answer. If memory is exhausted
-    in the first step and the micro-batch is `auto`, saves a smaller one first. Raises any other error unchanged.
+    Raises a `UserError` for exhausted memory, for an error in a part of the user's own, and for ranks that have ended
+    or do not answer. If memory is exhausted in the first step and the micro-batch is `auto`, saves a smaller one first.
+    Raises any other error unchanged.
     """
     resumed_at = state.step
     try:
         yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise _too_large(job, effective, at_the_start=state.step == resumed_at) from error
-        if store is None or not _of_a_collective(error):
+        if part := _failing_part(job.cfg, error):
+            again = f"{as_command(['resume', str(job.directory)])} goes on from the newest checkpoint"
+            line = f"{part}: in step {state.step + 1:,}: {in_one_line(error)}; {again}"
+            raise PartError("\n".join([line, *own_lines(error)])) from error
+        if store is None or not isinstance(error, RuntimeError) or not _of_a_collective(error):
             raise
         missing = _missing(store, job.rank)
         ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
@@ -60,6 +71,13 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
             ended = "its process has ended" if len(missing) == 1 else "their processes have ended"
             raise LostRankError(f"{ranks}: {ended}; {again}") from error
         raise
+
+
+def _failing_part(cfg: Config, error: Exception) -> str | None:
+    """The setting of the part of the user's own that has raised the error, or has called what raised it."""
+    files = {at.filename for at in traceback.extract_tb(error.__traceback__)}
+    sections = (found for found in parts_of(cfg) if found[0] != EVALUATIONS)
+    return next((f"{group}={name_of(own)}" for group, own in sections if source_file(group, own) in files), None)
 
 
 def _too_large(job: Job, effective: Effective, at_the_start: bool) -> UserError:

@@ -21,7 +21,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from gptexp.process.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, LostRankError, MicroBatchError, UserError
+from gptexp.process.errors import (
+    EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    ConfigError,
+    LostRankError,
+    MicroBatchError,
+    UserError,
+)
 from gptexp.process.signals import (
     DEADLINE,
     HANDLED,
@@ -32,7 +40,7 @@ from gptexp.process.signals import (
     deadline_after,
     handled,
 )
-from gptexp.process.terminal import warn
+from gptexp.process.terminal import print_error, warn
 from gptexp.process.versions import PACKAGE
 from gptexp.storage import run_dir
 
@@ -124,9 +132,7 @@ def _report(rank: int, exit_code: int, message: object) -> int:
         trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
     kind, _, lines = text.partition(": ")
     if kind in _USER_ERRORS:
-        prefix = "config error: " if exit_code == EXIT_CONFIG else ""
-        for line in lines.splitlines():
-            warn(f"{prefix}{line}")
+        print_error(ConfigError(lines) if exit_code == EXIT_CONFIG else UserError(lines))
         return START_ANEW if kind == MicroBatchError.__name__ else exit_code
     if exit_code < 0:
         text = f"killed by {signal.Signals(-exit_code).name}"

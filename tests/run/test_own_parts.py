@@ -184,3 +184,54 @@ def test_own_parts_are_arms_of_a_sweep_whose_proposals_run(
     done = gptexp(*shlex.split(proposal), env=lab)
     assert done.returncode == 0, done.stderr
     assert len(runs(tmp_path / "outputs/ab")) == 5
+
+
+FAILING = """
+import torch
+class Fails(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, at: int = 3):
+        super().__init__(params, {"lr": lr})
+        self.at, self.steps = at, 0
+    def step(self):
+        self.steps += 1
+        if self.steps == self.at:
+            self.divide()
+    def divide(self):
+        return 1 / (self.steps - self.at)
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size, block_size):
+        super().__init__()
+        self.own = torch.nn.Embedding(vocab_size, 4)
+    def forward(self, x):
+        return self.own(x) @ torch.ones(5, 5)
+def slope(tokens, warmup_tokens, decay_tokens):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.e2e)])
+@pytest.mark.parametrize(
+    ("file", "target", "line"),
+    [
+        ("optim/own.yaml", "failing.Fails", "optim=own: in step 3: ZeroDivisionError: division by zero ("),
+        ("model/own.yaml", "failing.Model", "model=own: in step 1: RuntimeError: "),
+    ],
+)
+def test_a_part_that_raises_ends_the_run_with_its_own_lines(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, file: str, target: str, line: str, ranks: int
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    option = tmp_path / "conf" / file
+    option.parent.mkdir(parents=True)
+    option.write_text(f"_target_: {target}\n")
+    argv = [text for text in tiny if not (text.startswith("model") and file.startswith("model"))]
+    own = ["--config-dir", "conf", f"{option.parent.name}=own", "train.save_every=1", f"world.size={ranks}"]
+    more = ["model.block_size=16"] if file.startswith("model") else []
+    done = gptexp("train", *argv, *own, *more, "hydra.run.dir=out", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stderr
+    assert f"gptexp: {line}" in done.stderr
+    assert "torch/nn/modules" not in done.stderr, "only the user's own lines"
+    assert "failing.py" in done.stderr
+    assert "gptexp resume" in done.stderr
+    assert summary(tmp_path / "out")["status"] == "failed"
+    assert len(list(tmp_path.glob("out/checkpoints/step-*"))) == (2 if file.startswith("optim") else 0)
