@@ -14,7 +14,7 @@ from gptexp.storage import hub, run_dir
 def main(argv: list[str] | None = None) -> None:
     """Write a checkpoint of a run, or of a sweep's best run, as a directory that transformers loads."""
     parser = Parser("export", main.__doc__)
-    parser.add_checkpoint()
+    parser.add_checkpoint(required=True)
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must be new or empty")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload it to this model of the Hugging Face hub")
     parser.add_argument("--private", action="store_true", help="if --push makes a new model, make it private")

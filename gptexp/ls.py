@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from gptexp.command.arguments import Parser
+from gptexp.config.paths import OUTPUTS
 from gptexp.config.schema import in_digits
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import emit, emit_path, run_verb, say, terminal_width, warn
 from gptexp.reporting.listings.known_rows import KnownRows
 from gptexp.reporting.listings.listing import SORTS, STATUSES, Filter, as_json, list_runs, ordered, print_rows
-from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
+from gptexp.storage.inventory import is_not_there_yet
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,7 +4,7 @@ import math
 import shlex
 from pathlib import Path
 
-from gptexp.command.arguments import Parser
+from gptexp.command.arguments import NEWEST, Parser
 from gptexp.process.errors import ConfigError
 from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say, terminal_width, warn
@@ -16,7 +16,9 @@ from gptexp.storage.run_dir import require_directory
 def main(argv: list[str] | None = None) -> None:
     """Report the results of a sweep or a run: an HTML page, pictures, a table, JSON, and a verdict in sentences."""
     parser = Parser("report", main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's; default: the newest", **NEWEST
+    )
     parser.add_argument("--write-optim", type=Path, metavar="FILE", help="write the fitted law as optim/NAME.yaml")
     parser.add_argument(
         "--behind", type=float, default=BEHIND_NATS, metavar="NATS",

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from gptexp.command.arguments import Parser
+from gptexp.command.arguments import NEWEST, Parser
 from gptexp.config.schema import SHARDINGS
 from gptexp.distributed.ranks import ending_rank, launcher_rank
 from gptexp.process.imports import permanent
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int | None:
     stop = StopRequest()
     stop.install(ignore_sigint=False)  # before any slow import, as in `gptexp train`
     parser = Parser("resume", main.__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="default: the newest", **NEWEST)
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: as before)")
     parser.add_argument("--sharding", choices=SHARDINGS, help="what each rank has a part of (default: as before)")
     args = parser.parse_args(argv)

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from gptexp.command.arguments import Parser
+from gptexp.config.paths import OUTPUTS
 from gptexp.process.errors import EXIT_FAILED, ConfigError, UserError
 from gptexp.process.imports import permanent
 from gptexp.process.terminal import confirmed, print_error, run_verb, say, terminal_width, warn
 from gptexp.process.words import size_shown
 from gptexp.reporting.listings.terminal_table import Column, print_table, texts_of
 from gptexp.storage import run_dir
-from gptexp.storage.inventory import OUTPUTS, is_not_there_yet
+from gptexp.storage.inventory import is_not_there_yet
 from gptexp.storage.removal import Removal, starting_from, whole_removals
 
 COLUMNS = (

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from gptexp.command.arguments import Parser
+from gptexp.command.arguments import NEWEST, Parser
 from gptexp.process.terminal import run_verb, say
 from gptexp.reporting.listings.progress import in_all, is_going_on, lines_of, ready_in, survey
 from gptexp.reporting.listings.records import read_end
@@ -20,7 +20,9 @@ def main(argv: list[str] | None = None) -> None:
     search (gptexp tune) also how far the best learning rate of each batch size is known.
     """
     parser = Parser("status", main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="a sweep's directory, or a run's; default: the newest", **NEWEST
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse_args(argv)
     require_directory(args.directory, "a sweep or a run")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gptexp.command.arguments import Parser
+from gptexp.command.arguments import NEWEST, Parser
 from gptexp.process.errors import ConfigError, first_line
 from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb, say
@@ -16,7 +16,13 @@ def main(argv: list[str] | None = None) -> None:
     A directory that does not exist yet is shown as soon as it does. Ctrl-C ends the page.
     """
     parser = Parser("watch", main.__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="of a run, of a sweep, or of many (outputs)")
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="of a run, of a sweep, or of many (outputs); default: the newest",
+        **NEWEST,
+    )
     parser.add_argument("--port", type=int, metavar="N", help=f"default: {PORT}, or a free port if it is taken")
     args = parser.parse_args(argv)
     if args.directory.exists() and not args.directory.is_dir():

@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config import compose as composing
 from gptexp.config.overrides import quoted
+from gptexp.config.paths import OUTPUTS
 from gptexp.config.schema import Config
 from gptexp.config.search_flags import PREFIX, SWEEPER
 from gptexp.data.epoch import count_epoch
@@ -146,7 +147,7 @@ def train(
     if isinstance(config, Config):
         if config_dir is not None or config_name is not None:
             raise ConfigError("config_dir, config_name: are for overrides; a config depends on no other file")
-        place = Path(directory or f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-python").absolute()
+        place = Path(directory or f"{OUTPUTS}/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-python").absolute()
         config.world.size = world_size or config.world.size
         check_same(place, config)
         with run_dir.held(place):

@@ -4,7 +4,12 @@ from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, N
 from typing import Any
 
 from gptexp.process.fields import parse_count
+from gptexp.process.terminal import warn
 from gptexp.process.words import shown
+from gptexp.storage.inventory import LATEST, located
+
+PLACES = ("DIR", "RUN_DIR")  # names of arguments
+NEWEST: dict[str, Any] = {"nargs": "?", "default": LATEST}  # of an argument that may be left out
 
 
 class Once(Action):
@@ -20,19 +25,36 @@ class Once(Action):
 
 
 class Parser(ArgumentParser):
-    """The parser of a verb. `type=int` reads what `parse_count` does."""
+    """The parser of a verb. `type=int` reads what `parse_count` does; DIR and RUN_DIR are what `located` finds."""
 
     def __init__(self, verb: str, description: str | None) -> None:
         super().__init__(prog=f"gptexp {verb}", description=description, allow_abbrev=False)
         self.register("action", None, Once)
         self.register("type", int, _count)
 
-    def add_checkpoint(self, directory: str = "a run's directory, or a sweep's") -> None:
+    def add_checkpoint(self, directory: str = "a run's directory, or a sweep's", required: bool = False) -> None:
         """Add the arguments that name the checkpoint of a run: `directory` and `checkpoint`."""
         what = f"{directory}; RUN_DIR@CHECKPOINT is that checkpoint"
-        self.add_argument("directory", metavar="DIR", help=what)
+        self.add_argument("directory", metavar="DIR", help=what, **({} if required else NEWEST))
         what = "its step; best: the one with the lowest validation loss; last (default): the newest intact one"
         self.add_argument("--checkpoint", metavar="STEP|best|last", help=what)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, others = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.metavar in PLACES and not action.option_strings:
+                setattr(known, action.dest, _located(getattr(known, action.dest)))
+        return known, others
+
+
+def _located(given: Any) -> Any:
+    """The value of an argument that names runs or sweeps, in the form in which it was given."""
+    if isinstance(given, list):
+        return [_located(one) for one in given]
+    found = given if given is None else located(str(given))
+    if found is not None and found != str(given):
+        warn(f"{given}: {found}")
+    return found if given is None or isinstance(given, str) else type(given)(found)
 
 
 def _count(text: str) -> int:

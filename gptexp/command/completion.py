@@ -7,8 +7,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from gptexp.config.paths import OUTPUTS
 from gptexp.storage import run_dir
-from gptexp.storage.inventory import OUTPUTS
 
 HYDRA_VERBS = ("train", "tune", "plan", "prepare", "coordcheck")  # all their arguments except flags are overrides
 NOT_FOR_USERS = ("--config-path", "--experimental-rerun", "--shell-completion")  # Hydra's; two of them are refused

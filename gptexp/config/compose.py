@@ -36,6 +36,7 @@ from gptexp.config.overrides import override_problems, secret_problems, structur
 from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, takes, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
+    OUTPUTS,
     absolute,
     conf_dir,
     folders,
@@ -69,6 +70,7 @@ def register_schema() -> None:
     """Make the schema, and the resolvers of `optim=fitted` and of a run's directory, known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     OmegaConf.register_new_resolver("or_trial", or_trial, replace=True)
+    OmegaConf.register_new_resolver("outputs", lambda: str(OUTPUTS), replace=True)
     Plugins.instance()  # registers the source of files that `PartFiles` replaces
     SourcesRegistry.instance().types["file"] = PartFiles
     store = ConfigStore.instance()

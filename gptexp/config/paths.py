@@ -19,6 +19,7 @@ from gptexp.process.words import shown
 
 CONFIG_NAME = "config"  # conf/config.yaml, which every other primary config includes
 FILE_FLAGS = {"--config-dir": "dir", "-cd": "dir", "--config-name": "name", "-cn": "name"}  # for the user's files
+OUTPUTS = Path(os.environ.get("GPTEXP_OUTPUTS") or "outputs")  # where runs and sweeps are unless a path says otherwise
 OWN_CONF = "GPTEXP_CONF"  # environment: path of a folder that replaces conf/
 
 # Models of the Hugging Face hub with a short name. A path of that name is written with ./ in front.

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gptexp.config.paths import is_file
+from gptexp.config.paths import OUTPUTS, is_file
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
-OUTPUTS = Path("outputs")  # where runs and sweeps are unless another directory is given
+LATEST = "latest"  # stands for the run or sweep that was started or continued last
 
 
 def find(directory: Path) -> list[Path]:
@@ -27,6 +27,37 @@ def find(directory: Path) -> list[Path]:
             with suppress(ConfigError):
                 found += find(path)
     return found
+
+
+def located(given: str) -> str:
+    """The path of a run or a sweep that `given` names: a path; `latest`; or its name in outputs/, or how it begins.
+
+    A cell of a sweep is SWEEP/CELL. What follows an @ stays: `latest@best`, or `@best` for short. Raises `ConfigError`
+    if several have such a name. What names nothing stays as it is: it may be a path that does not exist yet.
+    """
+    name, at, checkpoint = given.rpartition("@") if "@" in given else (given, "", "")
+    if os.path.lexists(given) or (name and os.path.lexists(name)):
+        return given
+    known = find(OUTPUTS) if OUTPUTS.is_dir() else []
+    if name in ("", LATEST):
+        if not known:
+            raise ConfigError(f"{given or LATEST}: there is no run in {OUTPUTS} yet; give a directory", "no-run-yet")
+        return f"{max(known, key=_changed)}{at}{checkpoint}"
+    if "/" in name:
+        known += [cell for path in known if is_sweep(path) for cell in cells(path)]
+    names = {path: (path.name, path.relative_to(OUTPUTS).as_posix()) for path in known}
+    found = [path for path, own in names.items() if name in own]
+    found = found or [path for path, own in names.items() if any(text.startswith(name) for text in own)]
+    if len(found) > 1:
+        some = ", ".join(str(path) for path in found[:3])
+        raise ConfigError(f"{given}: names {len(found)} directories: {some}{', …' * (len(found) > 3)}", "ambiguous")
+    return f"{found[0]}{at}{checkpoint}" if found else given
+
+
+def _changed(directory: Path) -> float:
+    """When a run or a sweep was begun or continued."""
+    files = (directory / run_dir.SWEEP, directory / run_dir.CONFIG)
+    return max((file.stat().st_mtime for file in files if is_file(file)), default=0.0)
 
 
 def is_not_there_yet(directory: Path) -> bool:

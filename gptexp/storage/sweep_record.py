@@ -1,10 +1,11 @@
 """sweep.json, in the directory of a sweep: all cells, started or not, and the settings that they share."""
 
 import itertools
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.paths import OUTPUTS
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import LIMIT
@@ -53,7 +54,8 @@ def load(directory: Path) -> SweepRecord | None:
         raise ConfigError(
             f"{path}: not the record of a sweep ({error}); remove it, and start the sweep again to write it"
         ) from None
-    return record
+    place = directory.absolute()  # its name in outputs/ may have been changed since
+    return replace(record, name=place.name) if place.parent == OUTPUTS.absolute() else record
 
 
 def _check(record: SweepRecord) -> None:

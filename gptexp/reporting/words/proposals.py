@@ -123,9 +123,9 @@ def _with_its_command(
     planned = {batch for _, batch in search.prior}
     proposed = []
     for proposal in found:
-        ours = command
+        ours = [re.sub(r"^sweep\.name=.*", f"sweep.name={sweep.name}", text) for text in command]
         if proposal.batch not in planned:
-            ours = [text for text in command if text.partition("=")[0] not in (BATCH, "sweep.name")]
+            ours = [text for text in ours if text.partition("=")[0] not in (BATCH, "sweep.name")]
             ours = [*ours, f"sweep.name={sweep.name}", f"{BATCH}={proposal.batch}"]
         for option, value in options.items():
             ours = _with_option(ours, option, value)
