@@ -18,6 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 _API, _ERRORS = "gptexp.command.api", "gptexp.process.errors"
+_ALSO_MODULES = ("report", "sweep", "train", "tune")
 _MODULES = {
     **{name: (_API, name) for name in ("Run", "Sweep", "compose", "report", "sweep", "train", "tune")},
     **{name: (_ERRORS, name) for name in ("CheckpointError", "ConfigError", "DataError", "UserError")},
@@ -47,6 +48,8 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes two seconds, which `gptexp --help` must not need.
+    if name in _ALSO_MODULES:
+        return import_module(f"gptexp.{name}")
     if name in _MODULES:
         module, attribute = _MODULES[name]
         return getattr(import_module(module), attribute)

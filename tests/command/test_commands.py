@@ -124,6 +124,7 @@ def test_cfg_with_a_wrong_override_is_refused(light_server: ForkServer, tmp_path
         ("plan -m 'sweep.name=${nosuch}' optim.lr=1e-3,2e-3", "sweep.name: Interpolation key 'nosuch' not found"),
         ("verify --world-size 3", "--world-size=3"),
         ("dashboard push --entity a/b", "--entity=a/b"),
+        ("sample", "no run in outputs yet"),
         ("plan lr=1", "lr=1: unknown key 'lr'"),
         ("plan model.n_head=7", "not divisible by model.n_head=7"),
         ("plan -m lr=1,2", "lr=1,2: unknown key 'lr'"),
@@ -144,7 +145,7 @@ def test_a_wrong_argument_is_refused_in_one_line_without_importing_torch(
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
-@pytest.mark.parametrize("argv", ["sample", "evaluate --val-tokens x DIR", "verify --nothing", "status a b"])
+@pytest.mark.parametrize("argv", ["sample a b", "evaluate --val-tokens x DIR", "verify --nothing", "status a b"])
 def test_wrong_usage_exits_with_2_without_importing_torch(light_server: ForkServer, tmp_path: Path, argv: str) -> None:
     done = light_server.ask(argv.split(), tmp_path)
     assert (done["code"], done["torch"]) == (2, False), done
