@@ -24,6 +24,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gptexp.command.arguments import Once
+from gptexp.command.like import like
 from gptexp.config.compose import (
     composition,
     hydra_engine,
@@ -105,7 +106,7 @@ def train_parser() -> ArgumentParser:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """`argv` with overrides of log.tags and log.note in place of `--tag T --tag U --note TEXT`.
+    """`argv` with overrides in place of `--tag T --tag U --note TEXT` and `--like RUN_DIR`.
 
     Raises `ConfigError`.
     """
@@ -123,14 +124,15 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
             rule = f"a short form of {key}=…, which is given too; leave out one of them"
             raise ConfigError(f"{flag}: {rule}", "key-given-twice")
         rest.append(f"{key}={value}")
-    return rest
+    return rest if short.like is None else [*like(short.like, rest), *rest]
 
 
 def short_forms_parser() -> ArgumentParser:
-    """The parser of `--tag T` and `--note TEXT`."""
+    """The parser of `--tag T`, `--note TEXT` and `--like RUN_DIR`."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tag", action="append")
     parser.add_argument("--note", action=Once)
+    parser.add_argument("--like", action=Once, metavar="RUN_DIR")
     return parser
 
 

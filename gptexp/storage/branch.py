@@ -60,12 +60,12 @@ def _of_checkpoint(path: Path, directory: Path, config: Config, steps: list[int]
             f"{shown(before[key])}; restore that value"
         )
     identity = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
-    return Parent(directory, config, step, tokens, steps, identity, _choices(directory))
+    return Parent(directory, config, step, tokens, steps, identity, choices(directory))
 
 
-def _choices(directory: Path) -> dict[str, str]:
+def choices(directory: Path) -> dict[str, str]:
     """The config groups that a run was started with, and their options; empty if Hydra's record cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        choices = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]["runtime"]["choices"]
-        return {str(group): str(option) for group, option in choices.items() if option is not None}
+        found = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml")["hydra"]["runtime"]["choices"]
+        return {str(group): str(option) for group, option in found.items() if option is not None}
     return {}

@@ -1,0 +1,81 @@
+"""`--like RUN_DIR`: a command line that has the config of a run, but for what it says itself."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gptexp.config.compose import composition, hydra_engine, job_of
+from gptexp.config.overrides import quoted
+from gptexp.config.parts import EVALUATIONS, SOURCE, is_part
+from gptexp.config.paths import FILE_FLAGS, config_flags
+from gptexp.config.schema import Config, fields_of, parts_of
+from gptexp.process.words import shown
+from gptexp.storage import branch, reader, run_dir
+from gptexp.storage.inventory import located
+
+OF_ONE_RUN = ("sweep.", "fitted.", "branch_from", "log.wandb.name", "log.wandb.group")  # what another run does not take
+
+
+def like(given: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments that a command needs before its own `arguments` to have the config of the run `given`.
+
+    A group that the arguments choose (`optim=muon`) is theirs as a whole, and so is a key that they set. Raises
+    `ConfigError`.
+    """
+    directory = Path(located(given))
+    run_dir.require_directory(directory, "a run", "--like")
+    config = run_dir.load_config(directory)
+    files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory)
+    own = {text.lstrip("+").partition("=")[0] for text in arguments if "=" in text}
+    groups = {f.name for f in fields(Config)} - own
+    chosen = {**branch.choices(directory), "optim": config.optim.name}
+    options = [f"{group}={option}" for group, option in chosen.items() if group in groups]
+    folder, name = (_value(FILE_FLAGS, kind, [*files, *arguments]) for kind in ("dir", "name"))
+    with hydra_engine(folder) as engine:
+        plain = dict(_values(job_of(composition(engine, options, folder, multirun=False, config_name=name))))
+    differing = {key: value for key, value in _values(config) if value != plain.get(key, plain)}
+    kept = [key for key in differing if key not in own and key.partition(".")[0] not in own]
+    return [*files, *options, *(f"{key}={as_value(differing[key])}" for key in kept)]
+
+
+def _files(directory: Path) -> list[str]:
+    """The flags of the user's YAML files with which the run was composed, if parts of the user's own need them."""
+    hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml") if (directory / run_dir.HYDRA).is_dir() else {}
+    config = run_dir.load_config(directory)
+    return config_flags(hydra["hydra"]) if parts_of(config) and hydra else []
+
+
+def _values(config: Config) -> list[tuple[str, Any]]:
+    """The keys and values that an override may set."""
+    of_options = ["optim.name", *(f"{group}.name" for group, section in parts_of(config) if is_part(section))]
+    found = []
+    for key, _, value in fields_of(config):
+        if key == EVALUATIONS:
+            value = [{name: part for name, part in entry.items() if name != SOURCE} for entry in value]
+        if not (key.startswith(OF_ONE_RUN) or key in of_options or "._" in key):
+            found.append((key, value))
+    return found
+
+
+def _value(flags: dict[str, str], kind: str, arguments: Sequence[str]) -> str | None:
+    """The value of the flag of a kind, given as `--flag VALUE` or `--flag=VALUE`."""
+    for text, following in pairwise([*arguments, ""]):
+        flag, equals, value = text.partition("=")
+        if flags.get(flag) == kind:
+            return value if equals else following
+    return None
+
+
+def as_value(value: Any) -> str:
+    """A value in the grammar of Hydra's command line."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(as_value, value))}]"
+    if isinstance(value, dict):
+        escaped = {re.sub(r"([\\\\()\[\]{}:=, \t])", r"\\\1", str(key)): part for key, part in value.items()}
+        return f"{{{','.join(f'{key}:{as_value(part)}' for key, part in escaped.items())}}}"
+    return shown(value)

@@ -1,0 +1,69 @@
+"""`--like RUN_DIR`: a command with the config of a run."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from gptexp.command.like import as_value, like
+from gptexp.config.compose import compose
+from gptexp.config.schema import Config, to_dict
+from gptexp.storage import run_dir
+
+Gptexp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def saved(directory: Path, *overrides: str) -> Config:
+    """Save the config of a run as a run does, without Hydra's record."""
+    config = compose(overrides)
+    run_dir.save_config(directory, config)
+    return config
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=nano", "optim=lion", "optim.lr=3e-4", "schedule=wsd", "world.size=2", "batch.micro_batch_size=4"],
+        ["model=llama_124m", "train.max_steps=7", 'log.note="a=b, {c}"', "log.tags=[x,'y z']", "train.dtype=float32"],
+        ["model=qwen3_bytes", "data.val_ratio=0.1", "train.divergence_nats=null", "optim.gradient_noise=0.1"],
+        ["experiment=gpt2_124m", "data=stdlib"],
+    ],
+)
+def test_the_config_is_that_of_the_run(tmp_path: Path, overrides: list[str]) -> None:
+    config = saved(tmp_path / "run", *overrides)
+    again = compose(like(str(tmp_path / "run"), []))
+    assert to_dict(again) == to_dict(config)
+
+
+def test_what_the_command_says_itself_wins(tmp_path: Path) -> None:
+    saved(tmp_path / "run", "model=nano", "optim.lr=3e-4", "optim.beta2=0.99", "train.max_steps=7")
+    run = str(tmp_path / "run")
+    key = compose([*like(run, ["optim.lr=1e-2"]), "optim.lr=1e-2"])
+    assert (key.optim.lr, key.optim.beta2, key.train.max_steps) == (1e-2, 0.99, 7)  # type: ignore[attr-defined]
+    group = compose([*like(run, ["optim=muon"]), "optim=muon"])
+    assert (group.optim.name, group.train.max_steps, group.model.n_layer) == ("muon", 7, 2)
+
+
+def test_values_are_written_in_hydras_grammar() -> None:
+    note, tags = '${x} "q" \\ é', ["a,b", "null", "7"]
+    config = compose(["model=nano", f"log.note={as_value(note)}", f"log.tags={as_value(tags)}"])
+    assert (config.log.note, config.log.tags) == (note, tags)
+    mix = {"/a b/(x).txt": 1.5, "/c:d=,{e}.txt": 2}
+    override = OverridesParser.create().parse_override(f"data.mix={as_value(mix)}")
+    assert override.value() == mix
+
+
+def test_a_run_like_another_has_its_results(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    first = gptexp("train", *tiny, "optim=sgd", "optim.lr=1e-2", "hydra.run.dir=outputs/first")
+    assert first.returncode == 0, first.stderr
+    again = gptexp("train", "--like", "first", "hydra.run.dir=again")
+    assert again.returncode == 0, again.stderr
+    a, b = (run_dir.load_config(tmp_path / name) for name in ("outputs/first", "again"))
+    assert to_dict(a) == to_dict(b)
+    refused = gptexp("train", "--like", "nothing")
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
+    swept = gptexp("plan", "-m", "--like", "first", "optim.lr=1e-3,1e-2", "--json")
+    assert swept.returncode == 0, swept.stderr
