@@ -38,7 +38,7 @@ from gptexp.config.schema import (
     kinds_of,
     not_a_choice,
 )
-from gptexp.config.spelling import MAY_BE_NULL, NULL, canonical
+from gptexp.config.spelling import MAY_BE_NULL, NULL, OF_USER, canonical
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import AUTO, count_rule, parse_count, unit_of
 from gptexp.process.words import shown
@@ -186,13 +186,16 @@ def _misuse(
         return refuse("group-of-keys", "hydra is a group of keys; set one of them, such as hydra.run.dir=DIR")
     if _is_hydras(key):
         return None  # Hydra checks its own keys
+    if key.startswith(OF_USER):
+        return refuse("needs-multirun", "several values need -m (--multirun)") if is_sweep and not multirun else None
     if key not in fields and key not in groups:
         if inside := ", ".join(known for known in fields if known.startswith(f"{key}.")):
             return refuse("group-of-keys", f"{key} is a group of keys; set one of them: {inside}")
         return refuse("unknown-key", f"unknown key '{shown(key)}'; {_suggestion(key, fields, groups)}")
     if override.is_delete():
         return refuse("key-removed", "a key cannot be removed; set it to another value")
-    if override.is_add() or override.is_force_add():
+    is_mapping = key in fields and kinds_of(fields[key]) == [dict]
+    if (override.is_add() or override.is_force_add()) and not is_mapping:
         return refuse("key-added", f"'{key}' exists already; write {key}=… without the plus sign")
     if is_sweep and not multirun:
         return refuse("needs-multirun", "several values need -m (--multirun)")
@@ -210,7 +213,7 @@ def _wrong_values(
 ) -> list[Problem]:
     """The problems of the values of an override."""
     key = override.key_or_group
-    if _is_hydras(key):
+    if _is_hydras(key) or key.startswith(OF_USER):
         return []
     problems = (
         _wrong_option(key, value, groups[key]) if key in groups else _wrong_value(key, fields[key], value, own)

@@ -77,6 +77,19 @@ _TAGS = {
     )
 }
 
+# The rule for log.wandb.init. gptexp sets the other arguments, most of them from keys of its own.
+_FOR_INIT = (
+    "allow_val_change", "anonymous", "config_exclude_keys", "config_include_keys", "force", "fork_from", "job_type",
+    "monitor_gym", "resume", "resume_from", "save_code", "sync_tensorboard", "tensorboard",
+)  # fmt: skip
+_OF_INIT = {
+    "rule": (
+        lambda arguments: {*arguments} <= {*_FOR_INIT},
+        f"its keys must be of {', '.join(_FOR_INIT)}; the others are keys of log.wandb, or gptexp's",
+        "not-for-wandb",
+    )
+}
+
 # The rule for train.eval_tasks. Before a run starts, lm_eval is asked whether it has the tasks.
 _TASKS = {
     "rule": (
@@ -400,6 +413,8 @@ class WandbConfig:
     name: str | None = None  # null: $WANDB_NAME, except in a sweep; else model, learning rate and batch
     tags: list[str] = field(default_factory=list, metadata=_TAGS)  # in addition to log.tags; default: $WANDB_TAGS
     artifacts: bool = False  # also uploads the newest checkpoint when the run ends
+    init: dict[str, Any] = field(default_factory=dict, metadata=_OF_INIT)  # more arguments of wandb.init, such as
+    # {job_type: ablation, save_code: true}
 
 
 @dataclass
@@ -459,6 +474,9 @@ class Config:
     # directory that transformers saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of
     # the Hugging Face hub
 
+    user: dict[str, Any] = field(default_factory=dict)  # keys of your own, user.team=a: saved, logged and searched, and
+    # without effect on the run
+
     branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
     # RUN_DIR@STEP, RUN_DIR@best, or RUN_DIR for the newest; keys not set on the command line come from that run
 
@@ -484,7 +502,7 @@ class Config:
 # values dropout drops. Paths are here because a run compares the hash of the tokens, and `branch_from` because a branch
 # has checks of its own, and ends with the same bits as a run that was never interrupted.
 IRRELEVANT_TO_RESULT = (
-    "world.*", "log.*", "sweep.*", "fitted.*", "branch_from", "data.path", "data.val_path", "data.format",
+    "world.*", "log.*", "sweep.*", "fitted.*", "user", "branch_from", "data.path", "data.val_path", "data.format",
     "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding", "data.separator", "data.workers",
     "data.cache_dir", "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*",
     "train.evaluations", "train.save_*", "train.sharpness_every_tokens", "train.keep_*", "train.log_every",

@@ -16,6 +16,9 @@ NO_TEXT = re.compile(
 MAY_BE_NULL, NULL = ("schedule", "batch", "sweep", "experiment"), "null"
 
 
+OF_USER = "user."  # how keys of the user's own begin
+
+
 def canonical(overrides: Sequence[str]) -> list[str]:
     """The overrides as gptexp spells them: whole numbers in digits, not 1e6 or 1M, and `++key` of the schema as `key`.
 
@@ -26,6 +29,9 @@ def canonical(overrides: Sequence[str]) -> list[str]:
     spelt = []
     for text in overrides:
         key, equals, value = text.partition("=")
+        if key.lstrip("+").startswith(OF_USER):
+            spelt.append(f"++{text.lstrip('+')}")  # Hydra adds a new key so
+            continue
         field = fields_by_key().get(key.removeprefix("++"))
         if field is not None and equals:
             value = in_digits(key.removeprefix("++"), value)
@@ -34,7 +40,8 @@ def canonical(overrides: Sequence[str]) -> list[str]:
                 value = ",".join(f"'{part}'" if NO_TEXT.fullmatch(part) else part for part in parts)
             if type(None) in get_args(field.type) and not set(value) & set("'\""):
                 value = ",".join("null" if part == "None" else part for part in value.split(","))
-            text = f"{key.removeprefix('++')}={value}"
+            added = "++" if kinds_of(field) == [dict] else ""  # Hydra adds a new key of a mapping so
+            text = f"{added}{key.removeprefix('++')}={value}"
         elif key in MAY_BE_NULL:
             named = (f"'{NULL}'" if option in (NULL, "None") else option for option in value.split(","))
             text = f"{key}={','.join(named)}"

@@ -11,7 +11,7 @@ from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
-from gptexp.config.schema import Config, ModelConfig, ScheduleConfig, WorldConfig, fields_of
+from gptexp.config.schema import Config, ModelConfig, ScheduleConfig, WorldConfig, fields_of, result_deciding
 from gptexp.config.spelling import MAY_BE_NULL, NULL, as_typed, canonical
 from gptexp.process.errors import ConfigError
 from gptexp.sweep.cells import cell_name
@@ -106,7 +106,8 @@ def test_a_key_with_text_takes_what_was_typed(text: str) -> None:
 def test_a_group_without_a_file_may_be_null() -> None:
     """It wins over an experiment's choice of that group. Groups with a default file have no null."""
     defaults = yaml.safe_load((conf_dir() / "config.yaml").read_text())["defaults"]
-    assert {*MAY_BE_NULL} == {key for entry in defaults if isinstance(entry, dict) for key in entry if not entry[key]}
+    empty = {key for entry in defaults if isinstance(entry, dict) for key in entry if not entry[key]}
+    assert {*MAY_BE_NULL} == {key for key in empty if "_keys@" not in key}
     nothing = compose([])
     for text in (NULL, "None"):
         assert compose([f"{group}={text}" for group in MAY_BE_NULL]) == nothing
@@ -323,3 +324,23 @@ def test_hydra_mode_alone_selects_a_run_or_a_sweep(mode: str, sweep: bool) -> No
     overrides = [f"hydra.mode={mode}"]
     with hydra_engine() as engine:
         assert is_sweep(composition(engine, overrides, None, is_multirun(overrides))) is sweep
+
+
+def test_keys_of_the_users_own_are_free_and_decide_nothing() -> None:
+    config = compose(["user.team=red", "+user.number=3", "user.nested={a: [1, 2]}"])
+    assert config.user == {"team": "red", "number": 3, "nested": {"a": [1, 2]}}
+    assert result_deciding(config) == result_deciding(compose([]))
+    assert compose(["user={a: 1}"]).user == {"a": 1}
+    grid = compose_sweep(["hydra.mode=MULTIRUN", "user.team=red,blue"])
+    assert [draft.config.user for draft in grid.drafts if draft.config] == [{"team": "red"}, {"team": "blue"}]
+    with pytest.raises(ConfigError) as error:
+        compose(["user.team=red,blue"])
+    assert error.value.code == "needs-multirun"
+
+
+@pytest.mark.parametrize("name", ["project", "id", "nothing"])
+def test_wandb_init_takes_only_what_gptexp_does_not_set(name: str) -> None:
+    assert compose(["log.wandb.init={save_code: true}"]).log.wandb.init == {"save_code": True}
+    with pytest.raises(ConfigError) as error:
+        compose([f"log.wandb.init={{{name}: x}}"])
+    assert error.value.code == "not-for-wandb"

@@ -289,7 +289,7 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
         own = [
             "model=mini", *TINY[1:5], "world.size=2", "log.progress=lines", "log.sample_tokens=8",
             "log.wandb.tags=[a,b]", "log.wandb.artifacts=true", "hydra.run.dir=out", "--tag", "b", "--tag", "c d",
-            "train.sharpness_every_tokens=1000000",
+            "train.sharpness_every_tokens=1000000", "log.wandb.init={job_type: ablation}", "user.team=red",
         ]  # fmt: skip
         kept = (text for text in TINY if text != "log=disabled")
         env = {**minimal_environment(cache), **server.environment(folder)}
@@ -304,7 +304,8 @@ def finished(torch_server: ForkServer, corpus: Path, cache: Path, tmp_path_facto
 def test_a_run_sets_name_and_tags_of_its_wandb_run_and_prints_no_warning(finished: Online) -> None:
     assert of_wandb(finished.stderr) == []
     run = finished.run
-    assert (run.id, run.project, run.job_type, run.tags) == (run_id(finished.out), "gptexp", "train", ["b", "c d", "a"])
+    assert (run.id, run.project, run.tags) == (run_id(finished.out), "gptexp", ["b", "c d", "a"])
+    assert run.job_type == "ablation"  # by log.wandb.init
     assert (run.entity, run.notes) == ("a-team", "why, and how")
     assert run.display_name == "mini-lr6e-4-b128"
     assert run.group is None
@@ -318,6 +319,7 @@ def test_the_config_of_a_run_is_on_the_server(finished: Online) -> None:
     config = {key: of["value"] for key, of in finished.run.config.items() if key != "_wandb"}
     saved = to_dict(run_dir.load_resolved(out))
     assert {key: config[key] for key in saved} == saved
+    assert saved["user"] == {"team": "red"}
     assert config["effective"] == json.loads((out / "effective.json").read_text())
     assert config["mfu"] == summary(out)["mfu"]
     assert config["data_hash"] == summary(out)["data_hash"]

@@ -19,6 +19,7 @@ from gptexp.config.parts import is_part, name_of
 from gptexp.config.paths import conf_dir
 from gptexp.config.scaling import scaled_optim
 from gptexp.config.schema import DataConfig, ModelConfig, fields_by_key, fields_of, fits_type, result_deciding
+from gptexp.config.spelling import OF_USER
 from gptexp.config.vocabulary import VOCAB_SIZES, padded
 from gptexp.process.errors import ConfigError
 from gptexp.process.words import shown, size_shown
@@ -307,6 +308,8 @@ class Filter:
         """Raise `ConfigError` for a key that no config has, or a value that its key cannot have."""
         known = fields_by_key()
         for key, text in self.where:
+            if key.startswith(OF_USER):
+                continue
             if key not in known:
                 last = [other for other in known if other.split(".")[-1] == key.split(".")[-1]]
                 close = last or difflib.get_close_matches(key, known, n=1)
@@ -329,6 +332,7 @@ class Filter:
 
     def _holds(self, run: Listed) -> bool:
         config = parse_line(run.config.encode())
+        config |= {f"{OF_USER}{key}": value for key, value in config.get("user", {}).items()}
         return all(key in config and _equals(config[key], text) for key, text in self.where)
 
 
