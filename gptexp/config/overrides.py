@@ -272,7 +272,7 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, own: OwnKe
     section = structured(own[key][1]()) if key in own else _sections()[key]
     name = key.rpartition(".")[2]
     try:
-        OmegaConf.update(section, name, value)
+        OmegaConf.update(section, name, value, merge=False)
         wrong = kind is bool and not isinstance(value, bool | str)  # OmegaConf converts any number to a bool
         wrong |= field.type == list[str] and any(not isinstance(item, str) for item in value)
     except OmegaConfBaseException:
