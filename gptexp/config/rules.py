@@ -647,7 +647,9 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
     if d.max_tokens is not None and d.val_ratio is None and d.val_path is None and d.val_tokens >= d.max_tokens:
         rule = f"must be below data.max_tokens={d.max_tokens}; or set data.val_path"
         yield _refusal(cfg, "data.val_tokens", "validation-too-long", rule)
-    for key in ("train.eval_tasks", "train.evaluations", "data.val_path"):
+    for key in (
+        "train.eval_tasks", "train.evaluations", "train.stop_at_loss", "train.patience_tokens", "data.val_path",
+    ):  # fmt: skip
         if attrgetter(key)(cfg) and not d.validates:
             rule = "data.val_tokens=0 turns validation off; leave out one of them"
             yield _refusal(cfg, key, "validation-off", rule)

@@ -372,6 +372,10 @@ class TrainConfig:
     # this far above its minimum for 1% of the run, at least 20 steps; null: no such limit
     reduction: str = choice("mean", "tree")  # combines gradients; mean: DDP, FSDP2; tree: equal bits on 1, 2, 4 … ranks
     log_every: int = positive(1)  # steps
+    stop_at_loss: float | None = positive(None)  # nats per token: the run is complete once its validation loss is no
+    # higher; null: no such end
+    patience_tokens: int | None = positive(None)  # tokens without a new lowest validation loss after which the run is
+    # complete; null: no such end
     max_minutes: float | None = positive(None)  # minutes until the run saves a checkpoint and stops; null: no limit
     seed: int = ruled(1337, lambda v: 0 <= v < LIMIT, "must lie in [0, 2^63)")  # for weights, data order and dropout
     deterministic: bool = False  # torch's deterministic algorithms: slower, but each run on GPUs gives the same bits
@@ -518,7 +522,7 @@ LATER_KEYS = (
     "world.comm", "model.tied", "model.norm", "model.norm_eps", "model.norm_weight", "model.residual_norm",
     "model.position", "model.rope_theta", "model.rope_scaling", "model.head_dim", "model.n_kv_head", "model.qk_norm",
     "model.window", "model.window_every", "model.mlp", "model.mlp_ratio", "model.n_mlp", "model.logit_softcap",
-    "train.z_loss", "train.epochs", "data.document_mask",
+    "train.z_loss", "train.epochs", "train.stop_at_loss", "train.patience_tokens", "data.document_mask",
 )  # fmt: skip
 
 # Keys that determine the sizes of a step's tensors.

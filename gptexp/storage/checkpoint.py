@@ -59,6 +59,7 @@ class TrainState:
     val_loss: float | None = None  # of the newest evaluation, in nats per token
     val_loss_ema: float | None = None  # the same with the averaged weights
     best_val_loss: float | None = None
+    best_tokens: int = 0  # `tokens` at the evaluation that gave it
     evaluated_tokens: int = 0  # `tokens` at the newest evaluation
     seconds: float = 0.0  # training time of all attempts
     skipped_updates: int = 0  # number of updates skipped because the loss or gradient was non-finite

@@ -172,8 +172,19 @@ def draft_cells(
         except ConfigError as error:
             problems = error.problems
         drafts.append(Draft(partial(compose, overrides, number, parent), values, checked, problems))
-    _refuse_ramp_over_batch_sizes([draft.config for draft in drafts if draft.config is not None])
+    configs = [draft.config for draft in drafts if draft.config is not None]
+    _refuse_ramp_over_batch_sizes(configs)
+    _refuse_early_stops(configs)
     return drafts
+
+
+def _refuse_early_stops(configs: Sequence[Config]) -> None:
+    """Raise `ConfigError` if runs that are compared may stop early, at a length of their own."""
+    compared = {(config.optim.lr, config.batch.total_batch_size) for config in configs}
+    for key in ("stop_at_loss", "patience_tokens"):
+        if len(compared) > 1 and any(getattr(config.train, key) is not None for config in configs):
+            rule = "runs of different lengths do not show which learning rate or batch size is better"
+            raise ConfigError(f"train.{key}: {rule}; leave it out of a sweep", "early-stop-in-sweep")
 
 
 def _refuse_ramp_over_batch_sizes(configs: Sequence[Config]) -> None:

@@ -42,12 +42,13 @@ class Evaluations:
         self._of_weights = [each for each in evaluations if not each.of_checkpoint]
         self._seconds: dict[str, float] = {}  # name -> duration of its previous evaluation
 
-    def due(self, state: TrainState) -> tuple[list[Evaluation], list[Evaluation]]:
+    def due(self, state: TrainState, last: bool) -> tuple[list[Evaluation], list[Evaluation]]:
         """Return the evaluations due after the newest step: those of the weights, and those of the checkpoint.
+
+        After the `last` step all are.
 
         If any evaluation of the weights is due, so are the validation and all others with its cadence.
         """
-        last = state.step == self._plan.steps
         due = [each for each in self._all if last or self._plan.is_due(each.every_tokens, state.step)]
         weight_evals = [each for each in due if not each.of_checkpoint]
         if weight_evals:
@@ -63,7 +64,7 @@ class Evaluations:
             metrics |= each.measure(state) or {}
             if not each.ends_early:
                 self._seconds[each.name] = time.perf_counter() - started
-            if not math.isfinite(metrics[Metric.VAL_LOSS]):
+            if not math.isfinite(metrics.get(Metric.VAL_LOSS, 0.0)):
                 break
         return metrics
 

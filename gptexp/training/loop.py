@@ -119,17 +119,17 @@ class _Loop:
         t, state = self.t, self.state
         t.gpt.train()
         self.stop.begin()
-        weight_evals, checkpoint_evals = t.evaluations.due(state)
+        weight_evals, checkpoint_evals = t.evaluations.due(state, self.is_complete())
         if state.evaluated_tokens < state.tokens:  # an earlier attempt stopped before these evaluations
             self.evaluate(weight_evals)
         if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(checkpoint_evals, resumed=True)):
             return reason
-        while state.step < t.plan.steps and not self.reasons:
+        while not self.is_complete() and not self.reasons:
             self.queue_step()
             if state.step == self.resumed_at + 1:
                 _freeze_garbage()  # here, so that its duration is part of the first step's
             last = state.step == t.plan.steps
-            weight_evals, checkpoint_evals = t.evaluations.due(state)
+            weight_evals, checkpoint_evals = t.evaluations.due(state, last)
             due_save = last or t.plan.is_due(t.plan.save_every_tokens, state.step)
             waits = weight_evals or checkpoint_evals or due_save
             if self.read(leave=0 if waits else self.late) == "went back":
@@ -137,17 +137,36 @@ class _Loop:
             if self.reasons and not last:
                 break  # only seconds may be left: save without evaluating
             self.evaluate(weight_evals)
+            if not last and self.is_complete():
+                self.log.alert(state.step - 1, state.tokens, "early stop", self.why_complete())
+                all_of_weights, checkpoint_evals = t.evaluations.due(state, last=True)
+                self.evaluate([each for each in all_of_weights if each not in weight_evals])
+                last = due_save = True
             if due_save or checkpoint_evals:
                 state.regular = due_save
                 self.save(is_last=last)
             if reason := self.evaluate_checkpoint(checkpoint_evals):
                 return reason
-        if state.step == t.plan.steps:
+        if self.is_complete():
             return None
         self.read(leave=0)
         state.regular = t.plan.is_due(t.plan.save_every_tokens, state.step)
         self.save(is_last=True)
         return self.reasons[0]
+
+    def is_complete(self) -> bool:
+        return self.state.step == self.t.plan.steps or self.why_complete() != ""
+
+    def why_complete(self) -> str:
+        """Why the run ends at its newest evaluation, before its last step; empty if it does not."""
+        state, cfg = self.state, self.t.cfg
+        if state.val_loss is None or state.evaluated_tokens < state.tokens:
+            return ""
+        if cfg.stop_at_loss is not None and state.val_loss <= cfg.stop_at_loss:
+            return f"the validation loss has reached train.stop_at_loss={cfg.stop_at_loss:g}"
+        if cfg.patience_tokens is not None and state.tokens - state.best_tokens >= cfg.patience_tokens:
+            return f"no new lowest validation loss in train.patience_tokens={cfg.patience_tokens:,}"
+        return ""
 
     def save(self, is_last: bool) -> None:
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
@@ -338,7 +357,8 @@ class _Loop:
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             metrics = self.t.evaluations.measure(due, state)
             self.log.evaluation(state.step - 1, state.tokens, metrics)
-        loss = state.val_loss = metrics[Metric.VAL_LOSS]
+        loss = state.val_loss = metrics.get(Metric.VAL_LOSS, state.val_loss)
+        assert loss is not None, "the first evaluation is the validation"
         state.val_loss_ema = metrics.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
         state.evaluated_tokens = state.tokens
         if not math.isfinite(loss):
@@ -346,7 +366,8 @@ class _Loop:
                 f"step {state.step}: validation loss {loss:.6g}: the run diverged; lower optim.lr, or clip gradients "
                 "to a smaller norm"
             )
-        state.best_val_loss = loss if state.best_val_loss is None else min(loss, state.best_val_loss)
+        if state.best_val_loss is None or loss < state.best_val_loss:
+            state.best_val_loss, state.best_tokens = loss, state.tokens
 
     def evaluate_checkpoint(self, due: Sequence[Evaluation], resumed: bool = False) -> str | None:
         """Measure the newest checkpoint, and log the metrics. If a stop cuts this short, return the reason to stop.

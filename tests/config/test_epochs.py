@@ -66,6 +66,7 @@ def test_a_run_of_epochs_tokenises_first_and_saves_its_tokens(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str], tmp_path: Path
 ) -> None:
     argv = [text for text in tiny if not text.startswith("train.max_steps")]
+    argv.append(f"data.cache_dir={tmp_path / 'tokens'}")
     refused = gptexp("plan", *argv, "train.epochs=0.02")
     assert refused.returncode == 2
     assert "gptexp prepare" in refused.stderr

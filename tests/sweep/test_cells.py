@@ -80,7 +80,7 @@ def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypa
     flags = [text for flag in FLAGS for text in (f"--{flag}", values[flag])]
     others = ["optim=adamw,muon", "batch.total_batch_size=1024,2048", "hydra.sweep.dir=x", "hydra.sweeper.law=false"]
     stood_for: list[list[str]] = []
-    monkeypatch.setattr("gptexp.tune.train.main", stood_for.append)
+    monkeypatch.setattr("gptexp.tune.train", stood_for.append)
     tune.main([*flags, *(f"--{switch}" for switch in SWITCHES if switch != "law"), *others])
     said = command(composed(*stood_for[0][1:]))
     assert said[0] == "tune"
@@ -98,7 +98,7 @@ def test_the_command_of_a_search_is_one_of_tune_and_stands_for_the_same(monkeypa
 
 def test_the_searches_on_the_pages_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     argvs: list[list[str]] = []
-    monkeypatch.setattr("gptexp.tune.train.main", argvs.append)
+    monkeypatch.setattr("gptexp.tune.train", argvs.append)
     for page in ("README.md", "gptexp/sweep/README.md"):
         for line in re.findall(r"^gptexp tune ([^#…\n]+)(?:#.*)?$", (ROOT / page).read_text(), re.MULTILINE):
             tune.main(shlex.split(line))
