@@ -11,12 +11,12 @@ from gptexp.storage.divergence import LossTrend
 KEPT = {"seconds", "steps_passed_over", "tokens_passed_over"}  # these describe the attempt, not the checkpoint
 
 SAVED = TrainState(
-    step=40, tokens=400, fingerprint=4, val_loss=4.0, val_loss_ema=4.1, best_val_loss=3.9, best_tokens=300, evaluated_tokens=400,
-    seconds=8.0, skipped_updates=1, trend=LossTrend(steps_above=2), regular=True,
+    step=40, tokens=400, fingerprint=4, val_loss=4.0, val_loss_ema=4.1, best_val_loss=3.9, best_tokens=300,
+    evaluated_tokens=400, seconds=8.0, skipped_updates=1, trend=LossTrend(steps_above=2), regular=True,
 )  # fmt: skip
 NOW = TrainState(
-    step=53, tokens=530, fingerprint=5, val_loss=3.0, val_loss_ema=3.1, best_val_loss=2.9, best_tokens=500, evaluated_tokens=500,
-    seconds=11.5, skipped_updates=6, trend=LossTrend(steps_above=7), regular=False,
+    step=53, tokens=530, fingerprint=5, val_loss=3.0, val_loss_ema=3.1, best_val_loss=2.9, best_tokens=500,
+    evaluated_tokens=500, seconds=11.5, skipped_updates=6, trend=LossTrend(steps_above=7), regular=False,
 )  # fmt: skip
 
 
