@@ -10,14 +10,16 @@ from a run's directory.
 """
 
 import dataclasses
+import difflib
 import hashlib
 import inspect
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from operator import eq
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -65,18 +67,36 @@ def imported(group: str, target: str) -> Callable[..., Any]:
         raise refuse("not-a-target", "must be a dotted name, such as my_lab.optim.Sophia")
     if module.partition(".")[0] in {*sys.stdlib_module_names, "gptexp"}:
         raise refuse("not-a-target", "must be in a package of your own")
+    if (run := _run_around(module.partition(".")[0])) is not None:
+        rule = f"lies in the directory of a run, {run}, from which nothing is imported; use the package itself"
+        raise refuse("not-importable", rule)
     try:
-        found = getattr(import_module(module), name)
+        parent = import_module(module)
     except ModuleNotFoundError as error:
         fix = "install the package (pip install -e .), or put its folder on PYTHONPATH"
         raise refuse("not-importable", f"{first_line(error)}; {fix}") from None
-    except AttributeError:
-        raise refuse("not-importable", f"{module} has no {name}") from None
     except Exception as error:  # whatever the user's module raises
         raise refuse("not-importable", in_one_line(error)) from error
+    if not hasattr(parent, name):
+        close = _nearest(name, vars(parent))
+        raise refuse("not-importable", f"{module} has no {name}{f'; did you mean {close}?' if close else ''}")
+    found = getattr(parent, name)
     if why := _why_no_part(group, found):
         raise refuse("wrong-contract", why)
     return found  # type: ignore[no-any-return]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    """The most similar of the `known` names, if one is near."""
+    return next(iter(difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1)), None)
+
+
+def _run_around(package: str) -> Path | None:
+    """The directory of a run in which a package lies that is not imported yet. It may be a stranger's."""
+    spec = None if package in sys.modules else find_spec(package)
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec is not None else []
+    parents = (parent for place in places if place for parent in Path(place).absolute().parents)
+    return next((parent for parent in parents if (parent / "effective.json").is_file()), None)
 
 
 def in_one_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import gptexp.optim.torch_optimizers  # noqa: F401  so that no optimizer imports the compiler
+from gptexp.config.parts import is_part, name_of
 from gptexp.config.schema import ModelConfig
 from gptexp.model.shapes import parameter_shapes
 from gptexp.optim.base import OptimConfig, Shape
+from gptexp.process.errors import ConfigError
 
 
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -32,6 +34,14 @@ def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> i
     shapes = [(name, rows_of(shape, rows_over), count) for name, shape, count in parameter_shapes(model)]
     bytes_of = _state_bytes(optim, [(name, shape) for name, shape, _ in shapes])
     return sum(count * bytes_of[name] for name, _, count in shapes)
+
+
+def _refuse_unsaved(name: str, states: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ConfigError` for a value in the state of an optimizer that a checkpoint does not keep."""
+    for key, value in ((key, value) for state in states for key, value in state.items()):
+        if not isinstance(value, Tensor | list | int | float | str | None):
+            rule = "a checkpoint keeps tensors, lists of tensors, and numbers"
+            raise ConfigError(f"optim={name}: its state has {key}, a {type(value).__name__}; {rule}", "wrong-contract")
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
@@ -70,8 +80,15 @@ def _bytes_after_update(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]])
     matrices, vectors = [p for p in named.values() if p.dim() > 1], [p for p in named.values() if p.dim() < 2]
     settings = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optimizer = optim.build([{"params": matrices, **settings}, {"params": vectors, **settings}], named, fused=False)
-    with _ShapesOnly():
-        optimizer.step()
+    try:
+        with _ShapesOnly():
+            optimizer.step()
+    except Exception:
+        if not is_part(optim):
+            raise
+        return dict.fromkeys(named, 0)  # an optimizer of the user's own that reads numbers: its state is unknown
+    if is_part(optim):
+        _refuse_unsaved(name_of(optim), optimizer.state.values())
     return {
         name: sum(tensor.nbytes for _, tensor in state_tensors(optimizer.state[p]) if tensor.dim())
         for name, p in named.items()

@@ -11,6 +11,7 @@ import torch
 from gptexp.config import parts, rules
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, from_dict, result_deciding, to_dict, with_parts
+from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError, DataError
 
 OPTIM = """
@@ -23,6 +24,18 @@ class Own(torch.optim.Optimizer):
         self.kwargs = (lr, betas, rho, size, kind, exact, hook)
     def step(self):
         pass
+class Reads(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, kind: str = "item"):
+        super().__init__(params, {"lr": lr})
+        self.kind = kind
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = torch.zeros_like(p)
+                if self.kind == "item" and p.grad.norm().item() > 0: pass
+                if self.kind == "numpy": p.numpy()
+                if self.kind == "dict": self.state[p]["more"] = {"a": 1}
 class NoDecay(torch.optim.Optimizer):
     def __init__(self, params, lr: float):
         super().__init__(params, {"lr": lr})
@@ -101,7 +114,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "model.py").write_text(MODEL)
     (package / "broken.py").write_text("import math\n\nmath.missing()\n")
     for group, names in {
-        "optim": ("Own", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
+        "optim": ("Own", "Reads", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
         "schedule": ("halves", "negative", "fails"),
         "model": ("Tiny", "Wrong", "Buffers", "NoBlock", "function"),
         "data": ("documents", "Endless", "plain"),
@@ -144,6 +157,19 @@ def test_the_keys_of_a_part_are_the_parameters_of_its_target(lab: Path) -> None:
     assert (optim.may_split_rows, optim.may_split_parameters) == (True, False)
     built = optim.build([{"params": [], "lr": 1.0, "weight_decay": 0.0}], {}, False)
     assert built.kwargs == (5e-3, (0.9, 0.95), 0.01, 2000, "plain", True, None)  # type: ignore[attr-defined]
+
+
+def test_the_state_of_an_own_optimizer_is_counted_if_it_computes_without_numbers(lab: Path) -> None:
+    from gptexp.model.optimizer_state import state_bytes
+
+    model = composed(lab, "model=nano", "model.vocab_size=50304").model
+    bytes_of = {
+        kind: state_bytes(composed(lab, "optim=reads", f"optim.kind={kind}").optim, model) for kind in ("item", "numpy")
+    }
+    assert bytes_of == {"item": 4 * count_parameters(model), "numpy": 0}
+    with pytest.raises(ConfigError) as caught:
+        state_bytes(composed(lab, "optim=reads", "optim.kind=dict").optim, model)
+    assert caught.value.code == "wrong-contract"
 
 
 def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
@@ -198,7 +224,8 @@ def test_what_is_wrong_is_one_line(lab: Path, overrides: list[str], code: str, n
     [
         ("lab.nothing.Own", "not-importable"),
         ("nolab.optim.Own", "not-importable"),
-        ("lab.broken.Own", "not-importable"),
+        ("lab.broken.Own", "not-importable"),  # broken.py:3
+        ("lab.optim.Ownn", "not-importable"),  # did you mean Own?
         ("os.system", "not-a-target"),
         ("gptexp.optim.base.OptimConfig", "not-a-target"),
         ("Own", "not-a-target"),
@@ -208,6 +235,12 @@ def test_what_is_wrong_is_one_line(lab: Path, overrides: list[str], code: str, n
 def test_a_target_that_is_no_part_is_refused(lab: Path, target: str, code: str) -> None:
     (lab / "optim/other.yaml").write_text(f"_target_: '{target}'\n")
     assert refused(lab, "optim=other")[0] == code
+
+
+def test_nothing_is_imported_from_the_directory_of_a_run(lab: Path) -> None:
+    (lab.parent / "effective.json").write_text("{}")
+    code, line = refused(lab, "optim=own")
+    assert (code, "lab" in sys.modules) == ("not-importable", False), line
 
 
 def test_a_file_may_not_take_the_name_of_an_option_of_gptexp(lab: Path) -> None:
@@ -225,7 +258,7 @@ def test_a_key_that_must_be_given_is_named(lab: Path) -> None:
 def test_an_own_model_is_trained_by_its_logits(lab: Path) -> None:
     from gptexp.model.flops import flops_per_token
     from gptexp.model.own_model import OwnModel
-    from gptexp.model.shapes import count_parameters, parameter_shapes
+    from gptexp.model.shapes import parameter_shapes
 
     config = composed(lab, "model=tiny", "model.width=6", "model.vocab_size=10", "data.tokenizer=chars").model
     model = OwnModel(config, z_loss=0.1)
