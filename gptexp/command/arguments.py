@@ -51,10 +51,10 @@ def _located(given: Any) -> Any:
     """The value of an argument that names runs or sweeps, in the form in which it was given."""
     if isinstance(given, list):
         return [_located(one) for one in given]
-    found = given if given is None else located(str(given))
-    if found is not None and found != str(given):
-        warn(f"{given}: {found}")
-    return found if given is None or isinstance(given, str) else type(given)(found)
+    if given is None or (found := located(str(given))) == str(given):
+        return given
+    warn(f"{given}: {found}")
+    return type(given)(found)
 
 
 def _count(text: str) -> int:
