@@ -4,6 +4,7 @@ Other code reads the `Config` and does not use Hydra. Errors are raised before t
 created.
 """
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -259,7 +260,12 @@ def _no_such_key(key: str, cls: str, text: str) -> Problem:
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
     if cls not in _CLASSES:
         group, _, name = cls.partition("_")
-        return Problem("unknown-key", f"{group}.{key}{setter}: {group}={name} takes no parameter of this name")
+        bases: list[type[Any]] = [*PARTS, EvaluationConfig]
+        made = [own for base in bases for own in base.__subclasses__() if own.__name__ == cls]
+        known = [f.name for own in made for f in fields(own)]
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return Problem("unknown-key", f"{group}.{key}{setter}: not a parameter of {group}={name}{hint}")
     name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     others = f", but of {', '.join(having)}" if having else ""
     keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")

@@ -29,7 +29,7 @@ import yaml
 from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.fields import ruled
 from gptexp.process.imports import permanent
-from gptexp.process.words import shown
+from gptexp.process.words import counted, shown
 
 TARGET, SOURCE = "_target_", "_source_"
 OWN = "_own_"  # class variable: the keys that the part takes
@@ -214,7 +214,7 @@ def _made(base: type[Any], group: str, name: str, fields: list[Any], flags: Mapp
 
 
 def _fixed_fields(group: str, name: str, target: str, source: str) -> list[Any]:
-    rule = f"{group}=NAME chooses the part and its keys"
+    rule = f"is in the part's file, FOLDER/{group}/NAME.yaml; choose it by --config-dir FOLDER {group}=NAME"
     of_file = {"name": name, TARGET: target}
     fixed = [(key, str, ruled(value, partial(eq, value), rule, "part-name")) for key, value in of_file.items()]
     return [*fixed, (SOURCE, str, source)]
@@ -230,8 +230,16 @@ def _typed(old: dataclasses.Field[Any] | None, kind: Any, default: Any) -> tuple
         default = "???" if old is None else old.default
     if isinstance(default, list | tuple | dict):
         copied = list(default) if isinstance(default, tuple) else default
+        if isinstance(default, tuple):
+            rule = f"must be a list of {counted(len(default), 'value')}"
+            fits = partial(_is_list_of, len(default))
+            metadata["rule"] = (fits, rule, "wrong-type")
         return kind, dataclasses.field(default_factory=lambda: type(copied)(copied), metadata=metadata)
     return (kind if old is None else old.type), dataclasses.field(default=default, metadata=metadata)
+
+
+def _is_list_of(count: int, value: Any) -> bool:
+    return isinstance(value, list) and len(value) == count
 
 
 def is_part(section: Any) -> bool:

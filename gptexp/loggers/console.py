@@ -43,10 +43,12 @@ def eval_line(event: dict[str, Any]) -> str:
         parts.append(f"bits per byte: {bits:.4f}")
     if (averaged := event.get(Metric.VAL_LOSS_EMA)) is not None:
         parts.append(f"averaged weights: {averaged:.6f}")
-    parts += [f"{task}: {value:.4f}" for task, value in _main_scores(event).items()]
+    scores = {**_main_scores(event), **{key: value for key, value in event.items() if key.startswith(OWN)}}
+    parts += [f"{name}: {'not finite' if value is None else f'{value:.4f}'}" for name, value in scores.items()]
     return _after(event, " | ".join(parts))
 
 
+OWN = "eval/"  # how the names of own metrics begin (train.evaluations)
 _NO_TASKS = {metric.rpartition("/")[0] for metric in Metric} - {HELLASWAG}  # what metrics begin with
 
 
@@ -55,7 +57,7 @@ def _main_scores(event: dict[str, Any]) -> dict[str, float]:
     figures: dict[str, dict[str, float]] = {}
     for key, value in event.items():
         task, _, name = key.rpartition("/")
-        if task not in _NO_TASKS:
+        if task not in _NO_TASKS and not key.startswith(OWN):
             figures.setdefault(task, {})[name] = value
     return {task: of.get("acc_norm", of.get("acc", next(iter(of.values())))) for task, of in figures.items()}
 

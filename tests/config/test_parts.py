@@ -123,6 +123,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for name in names:
             more = "size: 4\n" if name == "Own" else ""
             (tmp_path / f"conf/{group}/{name.lower()}.yaml").write_text(f"_target_: lab.{group}.{name}\n{more}")
+    (tmp_path / "conf/optim/typo.yaml").write_text("_target_: lab.optim.Own\nsize: 3\nrhoo: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path / "conf"
     forget()
@@ -187,6 +188,9 @@ def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
         (["optim=own", "optim.size=1.5"], "wrong-type", "optim.size"),
         (["optim=own", "optim.lr=-1"], "out-of-range", "optim.lr"),
         (["optim=own", "optim._target_=lab.optim.NoDecay"], "part-name", "optim=NAME"),
+        (["optim=own", "optim.betas=0.9"], "wrong-type", "optim.betas"),
+        (["optim=own", "optim.betas=[0.9,0.9,0.9]"], "wrong-type", "2 values"),
+        (["optim=typo"], "unknown-key", "did you mean rho?"),
         (["optim=norate"], "wrong-contract", "lr"),
         (["optim=swapped"], "wrong-contract", "params"),
         (["optim=notype"], "wrong-contract", "other"),

@@ -94,7 +94,7 @@ def test_an_evaluation_neither_changes_a_run_nor_ends_it(
     (tmp_path / "metrics.py").write_text(METRICS)
     env = {**lab, "PYTHONPATH": str(tmp_path)}
     own = "train.evaluations=[{_target_: metrics.drawn, every_tokens: 256}, {_target_: metrics.fails}]"
-    argv = [*tiny, "train.max_steps=4", "model.dropout=0.1"]
+    argv = [*tiny, "train.max_steps=4", "model.dropout=0.1", "log.progress=lines"]
     assert gptexp("train", *argv, "hydra.run.dir=plain").returncode == 0
     done = gptexp("train", *argv, own, "hydra.run.dir=own", env=env)
     assert done.returncode == 0, done.stderr
@@ -104,6 +104,7 @@ def test_an_evaluation_neither_changes_a_run_nor_ends_it(
     found = [e for e in events(tmp_path / "own", "eval") if "eval/drawn/loss" in e]
     assert [e["step"] for e in found] == [1, 3]
     assert found[-1]["eval/drawn/nan"] is None
+    assert re.search(r"eval/drawn/loss: \d\.\d{4} \| eval/drawn/id: .* \| eval/drawn/nan: not finite", done.stdout)
     assert found[-1]["eval/drawn/loss"] == pytest.approx(found[-1]["val/loss"], rel=0.2)
 
 

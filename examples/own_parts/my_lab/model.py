@@ -1,6 +1,5 @@
 """An LSTM of several layers (Hochreiter and Schmidhuber 1997) as a language model."""
 
-import torch
 from torch import Tensor, nn
 
 
@@ -16,6 +15,5 @@ class LSTM(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # on a CPU it has no LSTM
-            y, _ = self.lstm(self.embedding(x))
+        y, _ = self.lstm(self.embedding(x))
         return self.head(y)
