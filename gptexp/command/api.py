@@ -5,6 +5,7 @@ error that the shell prints. What trains has a process of its own, as in the she
 global switches, and may be killed, none of which a notebook should share.
 """
 
+import copy
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from omegaconf import DictConfig
 
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config import compose as composing
+from gptexp.config import rules
 from gptexp.config.overrides import quoted
 from gptexp.config.paths import OUTPUTS
 from gptexp.config.schema import Config
@@ -45,6 +47,7 @@ from gptexp.process.terminal import ERRORS_TO
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import with_step
+from gptexp.storage.inventory import located
 
 if TYPE_CHECKING:
     from gptexp.model.own_model import Model
@@ -148,7 +151,9 @@ def train(
         if config_dir is not None or config_name is not None:
             raise ConfigError("config_dir, config_name: are for overrides; a config depends on no other file")
         place = Path(directory or f"{OUTPUTS}/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-python").absolute()
-        config.world.size = world_size or config.world.size
+        config = copy.deepcopy(config)
+        config.world.size = config.world.size if world_size is None else world_size
+        rules.check(config, config.world.size or 1)
         check_same(place, config)
         with run_dir.held(place):
             run_dir.save_config(place, config)
@@ -211,7 +216,7 @@ def report(directory: str | Path, behind: float | None = None, within: float | N
         from gptexp.reporting.page.write import write_report
         from gptexp.reporting.words.thresholds import BEHIND_NATS
 
-    path = Path(directory)
+    path = Path(located(str(directory)))
     run_dir.require_directory(path, "a run or a sweep")
     return write_report(path, BEHIND_NATS if behind is None else behind, within)[0]
 

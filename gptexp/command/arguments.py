@@ -31,6 +31,7 @@ class Parser(ArgumentParser):
         super().__init__(prog=f"gptexp {verb}", description=description, allow_abbrev=False)
         self.register("action", None, Once)
         self.register("type", int, _count)
+        self.names = verb != "rm"  # what is removed has a path
 
     def add_checkpoint(self, directory: str = "a run's directory, or a sweep's", required: bool = False) -> None:
         """Add the arguments that name the checkpoint of a run: `directory` and `checkpoint`."""
@@ -42,7 +43,7 @@ class Parser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, others = super().parse_known_args(args, namespace)
         for action in self._actions:
-            if action.metavar in PLACES and not action.option_strings:
+            if self.names and action.metavar in PLACES and not action.option_strings:
                 setattr(known, action.dest, _located(getattr(known, action.dest)))
         return known, others
 

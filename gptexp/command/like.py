@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gptexp.config.compose import composition, hydra_engine, job_of
+from gptexp.config.compose import PRECEDING, composition, hydra_engine, job_of
 from gptexp.config.overrides import quoted
 from gptexp.config.parts import EVALUATIONS, SOURCE, is_part
 from gptexp.config.paths import FILE_FLAGS, config_flags
@@ -37,7 +37,10 @@ def like(given: str, arguments: Sequence[str]) -> list[str]:
     with hydra_engine(folder) as engine:
         plain = dict(_values(job_of(composition(engine, options, folder, multirun=False, config_name=name))))
     differing = {key: value for key, value in _values(config) if value != plain.get(key, plain)}
-    kept = [key for key in differing if key not in own and key.partition(".")[0] not in own]
+    if "train.epochs" in differing:
+        differing.pop("train.max_tokens", None)  # follows from them
+    less = {f"{key.partition('.')[0]}.{name}" for key in own for name in PRECEDING.get(key, ())}
+    kept = [key for key in differing if key not in own | less and key.partition(".")[0] not in own]
     return [*files, *options, *(f"{key}={as_value(differing[key])}" for key in kept)]
 
 

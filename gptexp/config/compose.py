@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -322,7 +323,7 @@ def to_config(
 
 def _two_lengths(config: Config, given: set[str]) -> Iterator[Problem]:
     for key in ("train.max_tokens", "train.max_steps"):
-        if key in given and "train.epochs" in given:
+        if {key, "train.epochs"} <= given and attrgetter(key)(config) is not None:
             rule = f"is another length than train.epochs={config.train.epochs:g}; leave out one of them"
             yield Problem("two-lengths", f"{key}: {rule}")
 

@@ -16,7 +16,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -99,13 +99,13 @@ def _run_around(package: str) -> Path | None:
     return next((parent for parent in parents if (parent / "effective.json").is_file()), None)
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """The type of an error of the user's code, its text, and the line that raised it."""
     *_, at = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {first_line(error)} ({at.filename}:{at.lineno})"
 
 
-def own_lines(error: Exception) -> list[str]:
+def own_lines(error: BaseException) -> list[str]:
     """The traceback of an error of the user's code, without the lines of gptexp, torch and Python."""
     others = [sys.modules[name] for name in ("gptexp", "torch", "inspect") if name in sys.modules]
     installed = tuple(str(Path(module.__file__ or "").parent) for module in others)
@@ -151,11 +151,7 @@ def keys_among(group: str, parameters: Mapping[str, inspect.Parameter]) -> dict[
 
 def _kind(found: Any, parameter: inspect.Parameter) -> Any:
     """The type of a key: the parameter's if YAML can hold it, else that of its default; None if neither will do."""
-    try:
-        hints = get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
-    except Exception:  # an annotation that does not evaluate counts as none
-        hints = {}
-    hint = hints.get(parameter.name)
+    hint = _hints(found).get(parameter.name)
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = [option for option in options if option is not type(None)]
     kind = get_origin(kinds[0]) or kinds[0] if len(kinds) == 1 else None
@@ -165,6 +161,20 @@ def _kind(found: Any, parameter: inspect.Parameter) -> Any:
     if kind in (list, tuple, dict):
         return Any
     return kind | None if kind is not None and len(kinds) < len(options) else kind
+
+
+def _takes_tuple(found: Any, parameter: inspect.Parameter) -> bool:
+    hint = _hints(found).get(parameter.name)
+    kinds = (hint, *get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return isinstance(parameter.default, tuple) or any(kind is tuple or get_origin(kind) is tuple for kind in kinds)
+
+
+def _hints(found: Any) -> dict[str, Any]:
+    """The annotations of the parameters; none if one does not evaluate."""
+    try:
+        return get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    except Exception:
+        return {}
 
 
 def source_hash(found: Callable[..., Any]) -> str:
@@ -182,6 +192,9 @@ def keys_class(base: type[Any], group: str, name: str, target: str) -> type[Any]
     """
     found = imported(group, target)
     own = keys_among(group, inspect.signature(found).parameters)
+    if reserved := [key for key in own if key == "name" or _is_reserved(base, key)]:
+        rule = f"takes {reserved[0]}, a name that gptexp uses itself; give the parameter another one"
+        raise ConfigError(f"{group}.{TARGET}={target}: {rule}", "wrong-contract")
     fields = _fixed_fields(group, name, target, source_hash(found))
     for key, parameter in own.items():
         if (kind := _kind(found, parameter)) is not None:
@@ -199,7 +212,14 @@ def saved_class(base: type[Any], group: str, name: str, target: str, source: str
     fixed = _fixed_fields(group, name, target, source)
     known = {*base.__dataclass_fields__, *(field[0] for field in fixed)}
     own = [(key, Any, None) for key in keys if key not in known]
+    if reserved := [key for key, *_ in own if _is_reserved(base, key)]:
+        raise ValueError(f"{group}={shown(name)}: {shown(reserved[0])} is no key of a part")
     return _made(base, group, name, [*fixed, *own], {})
+
+
+def _is_reserved(base: type[Any], key: str) -> bool:
+    """Whether a key has the name of something else that `base` has, such as a method."""
+    return key.startswith("__") or (hasattr(base, key) and key not in {f.name for f in dataclasses.fields(base)})
 
 
 def _made(base: type[Any], group: str, name: str, fields: list[Any], flags: Mapping[str, Any]) -> type[Any]:
@@ -239,7 +259,7 @@ def _typed(old: dataclasses.Field[Any] | None, kind: Any, default: Any) -> tuple
 
 
 def _is_list_of(count: int, value: Any) -> bool:
-    return isinstance(value, list) and len(value) == count
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count
 
 
 def is_part(section: Any) -> bool:
@@ -268,7 +288,7 @@ def bound(group: str, section: Any) -> "partial[Any]":
     for key, parameter in keys_among(group, inspect.signature(found).parameters).items():
         if hasattr(section, key):
             value = getattr(section, key)
-            arguments[key] = tuple(value) if isinstance(parameter.default, tuple) and value is not None else value
+            arguments[key] = tuple(value) if isinstance(value, list) and _takes_tuple(found, parameter) else value
     return partial(found, **arguments)
 
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -74,6 +74,17 @@ _TAGS = {
         lambda tags: all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags),
         "each tag must have 1 to 64 characters",
         "not-a-tag",
+    )
+}
+
+# The rule for train.evaluations.
+_ENTRIES = {
+    "rule": (
+        lambda entries: all(
+            isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry) for entry in entries
+        ),
+        "each must be a mapping with _target_",
+        "not-a-target",
     )
 }
 
@@ -353,7 +364,9 @@ class TrainConfig:
     eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
     eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored during the run: hellaswag by all
     # ranks, in llm.c's style; tasks of lm_eval by a separate process, while training waits
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # own metrics: {_target_: my_lab.metrics.accuracy,
+    evaluations: list[dict[str, Any]] = field(
+        default_factory=list, metadata=_ENTRIES
+    )  # own metrics: {_target_: my_lab.metrics.accuracy,
     # name: …, every_tokens: …} and its keys; rank 0 calls it while training waits, and the run logs eval/NAME
     eval_tasks_every_tokens: int = not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end

@@ -162,7 +162,7 @@ def _ids(tokenizer: Tokenizer, text: Any, path: Path | str) -> Tokens:
         return ids.astype(id_dtype(tokenizer.n_vocab))
     try:
         return tokenizer.encode_array(text)
-    except DataError as error:
+    except (DataError, UnicodeEncodeError) as error:  # half of a surrogate pair, which only own documents can have
         raise DataError(f"{path}: {error}") from None
 
 

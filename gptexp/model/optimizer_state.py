@@ -2,11 +2,12 @@
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 import gptexp.optim.torch_optimizers  # noqa: F401  so that no optimizer imports the compiler
@@ -36,12 +37,23 @@ def state_bytes(optim: OptimConfig, model: ModelConfig, rows_over: int = 1) -> i
     return sum(count * bytes_of[name] for name, _, count in shapes)
 
 
-def _refuse_unsaved(name: str, states: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `ConfigError` for a value in the state of an optimizer that a checkpoint does not keep."""
-    for key, value in ((key, value) for state in states for key, value in state.items()):
-        if not isinstance(value, Tensor | list | int | float | str | None):
-            rule = "a checkpoint keeps tensors, lists of tensors, and numbers"
-            raise ConfigError(f"optim={name}: its state has {key}, a {type(value).__name__}; {rule}", "wrong-contract")
+def _refuse_unsaved(name: str, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` for a value in the state or the groups of an optimizer that a checkpoint does not keep."""
+    of_groups = ((key, value) for group in optimizer.param_groups for key, value in group.items())
+    found = [("a group", key, value) for key, value in of_groups if isinstance(value, Tensor)]
+    of_parameters: dict[Any, Any] = dict(optimizer.state)
+    for p, state in of_parameters.items():
+        if isinstance(p, Tensor):
+            kept = [value is None or type(value) in (int, float, str) for value in state.values()]
+            values = zip(state.items(), kept, strict=True)
+            found += [
+                ("its state", k, v) for (k, v), is_kept in values if not is_kept and not isinstance(v, Tensor | list)
+            ]
+        else:
+            found.append(("its state", str(p), state))
+    for place, key, value in found[:1]:
+        rule = "a checkpoint keeps numbers in groups, and of each parameter tensors, lists of tensors, and numbers"
+        raise ConfigError(f"optim={name}: {place} has {key}, a {type(value).__name__}; {rule}", "wrong-contract")
 
 
 def most_state_bytes(optim: OptimConfig, model: ModelConfig, ranks: int) -> int:
@@ -88,7 +100,7 @@ def _bytes_after_update(optim: OptimConfig, shapes: Sequence[tuple[str, Shape]])
             raise
         return dict.fromkeys(named, 0)  # an optimizer of the user's own that reads numbers: its state is unknown
     if is_part(optim):
-        _refuse_unsaved(name_of(optim), optimizer.state.values())
+        _refuse_unsaved(name_of(optim), optimizer)
     return {
         name: sum(tensor.nbytes for _, tensor in state_tensors(optimizer.state[p]) if tensor.dim())
         for name, p in named.items()

@@ -1,6 +1,7 @@
 """A model of the user's own, in the place of `GPT`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,19 @@ class OwnModel(nn.Module):
         self.cfg, self.z_loss = cfg, z_loss
         self.own = bound("model", cfg)(cfg.resolved_vocab_size, cfg.block_size)
         weights = {name for name, _ in self.own.named_parameters(remove_duplicate=False)}
+        if not weights:
+            raise ConfigError(f"model._target_={getattr(cfg, TARGET)}: has no parameters to train", "wrong-contract")
         if buffers := sorted(self.own.state_dict().keys() - weights):
             rule = "a checkpoint keeps parameters only; register it with persistent=False"
             raise ConfigError(f"model._target_={getattr(cfg, TARGET)}: buffer {buffers[0]}: {rule}", "wrong-contract")
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets `y` (B, T), a scalar in nats; without `y`, the logits (B, T, V)."""
-        logits: Tensor = self.own(x)
+        found: Any = self.own(x)
+        if not isinstance(found, Tensor):
+            rule = f"gives a {type(found).__name__}; must give the logits, a tensor"
+            raise ConfigError(f"model._target_={getattr(self.cfg, TARGET)}: {rule}", "wrong-contract")
+        logits = found
         if logits.shape != (*x.shape, self.cfg.resolved_vocab_size):
             expected = (*x.shape, self.cfg.resolved_vocab_size)
             rule = f"gives {tuple(logits.shape)} for ids {tuple(x.shape)}; must give logits {expected}"

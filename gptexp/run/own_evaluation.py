@@ -40,16 +40,18 @@ class OwnEvaluation:
     def _measured(self) -> dict[str, float | None]:
         started, device = time.perf_counter(), self.prepared.device
         tokenizer = load_tokenizer(self.job.cfg.data.tokenizer, self.prepared.dataset.directory)
-        was_training = self.gpt.training
+        was_training, gradients = self.gpt.training, [p.grad for p in self.gpt.parameters()]
         self.gpt.eval()
         try:
             with torch.no_grad(), self.context(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 metrics = self._metrics(self.call(self.gpt, tokenizer, self._batches()))
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             for line in (f"{EVALUATIONS}: {self.name}: {in_one_line(error)}; training continues", *own_lines(error)):
                 warn(line)
             metrics = {}
         self.gpt.train(was_training)
+        for p, gradient in zip(self.gpt.parameters(), gradients, strict=True):
+            p.grad = gradient  # as it was, if the evaluation computes gradients of its own
         now = time.perf_counter()
         if now - started > started - self.ended and not self.is_slow:
             self.is_slow = True

@@ -356,8 +356,9 @@ class _Loop:
         state = self.state
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):
             metrics = self.t.evaluations.measure(due, state)
+            metrics.setdefault(Metric.VAL_LOSS, state.val_loss)  # after an early stop it has been measured
             self.log.evaluation(state.step - 1, state.tokens, metrics)
-        loss = state.val_loss = metrics.get(Metric.VAL_LOSS, state.val_loss)
+        loss = state.val_loss = metrics[Metric.VAL_LOSS]
         assert loss is not None, "the first evaluation is the validation"
         state.val_loss_ema = metrics.get(Metric.VAL_LOSS_EMA, state.val_loss_ema)
         state.evaluated_tokens = state.tokens

@@ -63,7 +63,7 @@ def load_checkpoint(
         if unknown := saved.keys() - group.keys():
             why = f"of another version of its optimizer, which counted {', '.join(sorted(unknown))}"
             raise CheckpointError(f"{path}: {why}; start a new run, with init_from for these weights")
-        group.update(saved)
+        group.update({**group[BUILT], **saved})  # `_begin` has counted a step
 
 
 def load_own_weights(path: Path, parameters: Parameters) -> None:

@@ -46,6 +46,23 @@ def test_what_the_command_says_itself_wins(tmp_path: Path) -> None:
     assert (group.optim.name, group.train.max_steps, group.model.n_layer) == ("muon", 7, 2)
 
 
+def test_a_length_that_the_command_gives_wins_over_those_of_the_run(tmp_path: Path) -> None:
+    lengths = ["train.max_steps=7", "train.eval_every=2", "schedule.warmup_steps=2"]
+    saved(tmp_path / "run", "model=nano", *lengths)
+    own = ["train.max_tokens=65536", "train.eval_every_tokens=8192", "schedule.warmup_ratio=0.25"]
+    again = compose([*like(str(tmp_path / "run"), own), *own])
+    assert (again.run_length, again.train.eval_every, again.schedule.warmup_steps) == ((8, 65536), None, None)
+
+
+def test_a_run_of_epochs_is_taken_over(tmp_path: Path) -> None:
+    config = compose(["model=nano", "train.epochs=2"], count_epoch=lambda _: 50_000)
+    run_dir.save_config(tmp_path / "run", config)
+    run = str(tmp_path / "run")
+    for own, tokens in (([], 100_000), (["train.epochs=3"], 150_000), (["train.max_tokens=8192"], 8192)):
+        again = compose([*like(run, own), *own], count_epoch=lambda _: 50_000)
+        assert again.run_length[1] == tokens
+
+
 def test_values_are_written_in_hydras_grammar() -> None:
     note, tags = '${x} "q" \\ é', ["a,b", "null", "7"]
     config = compose(["model=nano", f"log.note={as_value(note)}", f"log.tags={as_value(tags)}"])

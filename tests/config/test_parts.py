@@ -36,6 +36,19 @@ class Reads(torch.optim.Optimizer):
                 if self.kind == "item" and p.grad.norm().item() > 0: pass
                 if self.kind == "numpy": p.numpy()
                 if self.kind == "dict": self.state[p]["more"] = {"a": 1}
+                if self.kind == "tuple": self.state[p]["more"] = (p, p)
+                if self.kind == "bool": self.state[p]["more"] = True
+            if self.kind == "group": group["count"] = torch.zeros(())
+        if self.kind == "global": self.state["t"] = 0
+class Named(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, name: str = "a"): ...
+class Builds(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, build: int = 1): ...
+class Tuples(torch.optim.Optimizer):
+    def __init__(self, params, lr: float, *, pair: tuple[float, float], other: tuple[int, int] | None = None):
+        super().__init__(params, {"lr": lr})
+        self.pair, self.other = pair, other
+    def step(self): ...
 class NoDecay(torch.optim.Optimizer):
     def __init__(self, params, lr: float):
         super().__init__(params, {"lr": lr})
@@ -60,6 +73,11 @@ class Tiny(nn.Module):
 class Wrong(Tiny):
     def forward(self, x):
         return self.embedding(x)
+class Tuple(Tiny):
+    def forward(self, x):
+        return super().forward(x), None
+class Empty(nn.Module):
+    def __init__(self, vocab_size, block_size): super().__init__()
 class Buffers(Tiny):
     def __init__(self, vocab_size, block_size):
         super().__init__(vocab_size, block_size)
@@ -114,9 +132,22 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "model.py").write_text(MODEL)
     (package / "broken.py").write_text("import math\n\nmath.missing()\n")
     for group, names in {
-        "optim": ("Own", "Reads", "NoDecay", "NoRate", "Swapped", "NoType", "function", "constant", "Missing"),
+        "optim": (
+            "Own",
+            "Reads",
+            "Named",
+            "Builds",
+            "Tuples",
+            "NoDecay",
+            "NoRate",
+            "Swapped",
+            "NoType",
+            "function",
+            "constant",
+            "Missing",
+        ),
         "schedule": ("halves", "negative", "fails"),
-        "model": ("Tiny", "Wrong", "Buffers", "NoBlock", "function"),
+        "model": ("Tiny", "Wrong", "Tuple", "Empty", "Buffers", "NoBlock", "function"),
         "data": ("documents", "Endless", "plain"),
     }.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -168,9 +199,26 @@ def test_the_state_of_an_own_optimizer_is_counted_if_it_computes_without_numbers
         kind: state_bytes(composed(lab, "optim=reads", f"optim.kind={kind}").optim, model) for kind in ("item", "numpy")
     }
     assert bytes_of == {"item": 4 * count_parameters(model), "numpy": 0}
-    with pytest.raises(ConfigError) as caught:
-        state_bytes(composed(lab, "optim=reads", "optim.kind=dict").optim, model)
-    assert caught.value.code == "wrong-contract"
+    for kind in ("dict", "tuple", "bool", "group", "global"):
+        with pytest.raises(ConfigError) as caught:
+            state_bytes(composed(lab, "optim=reads", f"optim.kind={kind}").optim, model)
+        assert caught.value.code == "wrong-contract"
+
+
+def test_a_tuple_is_a_list_on_the_command_line_and_a_tuple_for_the_part(lab: Path) -> None:
+    optim = composed(lab, "optim=own", "optim.betas=[0.8,0.9]").optim
+    assert optim.build([{"params": [], "lr": 1.0}], {}, False).kwargs[1] == (0.8, 0.9)  # type: ignore[attr-defined]
+    optim = composed(lab, "optim=tuples", "optim.pair=[1.0,2.0]", "optim.other=[3,4]").optim
+    built = optim.build([{"params": [], "lr": 1.0}], {}, False)
+    assert (built.pair, built.other) == ((1.0, 2.0), (3, 4))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["__post_init__", "__init__", "build", "a.b", "class"])
+def test_a_saved_key_that_no_part_can_have_is_refused(lab: Path, key: str) -> None:
+    values = to_dict(composed(lab, "optim=own"))
+    values["optim"][key] = 3
+    with pytest.raises(ValueError, match="optim"):
+        from_dict(values)
 
 
 def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
@@ -190,6 +238,8 @@ def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
         (["optim=own", "optim._target_=lab.optim.NoDecay"], "part-name", "optim=NAME"),
         (["optim=own", "optim.betas=0.9"], "wrong-type", "optim.betas"),
         (["optim=own", "optim.betas=[0.9,0.9,0.9]"], "wrong-type", "2 values"),
+        (["optim=named"], "wrong-contract", "name"),
+        (["optim=builds"], "wrong-contract", "build"),
         (["optim=typo"], "unknown-key", "did you mean rho?"),
         (["optim=norate"], "wrong-contract", "lr"),
         (["optim=swapped"], "wrong-contract", "params"),
@@ -285,7 +335,15 @@ def test_an_own_model_is_trained_by_its_logits(lab: Path) -> None:
         torch.testing.assert_close(grad, p.grad)
 
 
-@pytest.mark.parametrize(("name", "names"), [("wrong", "must give logits (2, 3, 320)"), ("buffers", "buffer mean")])
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("wrong", "must give logits (2, 3, 320)"),
+        ("buffers", "buffer mean"),
+        ("tuple", "a tuple"),
+        ("empty", "no parameters"),
+    ],
+)
 def test_an_own_model_of_another_contract_is_one_line(lab: Path, name: str, names: str) -> None:
     from gptexp.model.own_model import OwnModel
 

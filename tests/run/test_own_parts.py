@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import events, processes_of, runs, summary, wait_for
-from real_runs import begun, equal
+from real_runs import begun, equal, newest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_parts"
 OWN = ["--config-dir", str(EXAMPLE / "conf"), "optim=adan", "schedule=stairs"]
@@ -82,9 +83,13 @@ def drawn(model, tokenizer, batches):
     assert not model.training and not torch.is_grad_enabled()
     x, y = next(batches)
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    with torch.enable_grad():
+        model(x, y).backward()
     return {"loss": loss, "id": tokenizer.n_vocab, "nan": float("nan")}
 def fails(model, tokenizer, batches):
     raise KeyError("no such metric")
+def leaves(model, tokenizer, batches):
+    raise SystemExit(3)
 """
 
 
@@ -93,7 +98,8 @@ def test_an_evaluation_neither_changes_a_run_nor_ends_it(
 ) -> None:
     (tmp_path / "metrics.py").write_text(METRICS)
     env = {**lab, "PYTHONPATH": str(tmp_path)}
-    own = "train.evaluations=[{_target_: metrics.drawn, every_tokens: 256}, {_target_: metrics.fails}]"
+    names = ("drawn, every_tokens: 256", "fails", "leaves")
+    own = f"train.evaluations=[{', '.join(f'{{_target_: metrics.{name}}}' for name in names)}]"
     argv = [*tiny, "train.max_steps=4", "model.dropout=0.1", "log.progress=lines"]
     assert gptexp("train", *argv, "hydra.run.dir=plain").returncode == 0
     done = gptexp("train", *argv, own, "hydra.run.dir=own", env=env)
@@ -236,3 +242,36 @@ def test_a_part_that_raises_ends_the_run_with_its_own_lines(
     assert "gptexp resume" in done.stderr
     assert summary(tmp_path / "out")["status"] == "failed"
     assert len(list(tmp_path.glob("out/checkpoints/step-*"))) == (2 if file.startswith("optim") else 0)
+
+
+CYCLES = """
+import torch
+class Cycles(torch.optim.Optimizer):
+    def __init__(self, params, lr: float):
+        super().__init__(params, {"lr": lr, "turn": 0})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["turn"] = (group["turn"] + 1) % 2
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] * (1 + group["turn"]) / state["steps"])
+"""
+
+
+def test_counters_of_an_own_optimizer_go_on_where_they_were(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:
+    """Also one that has its first value again at the checkpoint."""
+    (tmp_path / "cycles.py").write_text(CYCLES)
+    (tmp_path / "conf/optim").mkdir(parents=True)
+    (tmp_path / "conf/optim/cycles.yaml").write_text("_target_: cycles.Cycles\n")
+    env = {"PYTHONPATH": str(tmp_path)}
+    argv = [*tiny, "--config-dir", "conf", "optim=cycles", "optim.lr=1.0", "train.max_steps=6", "train.save_every=2"]
+    assert gptexp("train", *argv, "hydra.run.dir=whole", env=env).returncode == 0
+    half = shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(newest(half))
+    (half / "summary.json").unlink()
+    assert newest(half).name == "step-00000004"
+    done = gptexp("resume", "half", env=env)
+    assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "whole", half)

@@ -62,6 +62,12 @@ def test_a_name_of_several_is_refused(outputs: Path) -> None:
         assert caught.value.code == "ambiguous"
 
 
+def test_rm_takes_paths_only(gptexp: Gptexp, outputs: Path) -> None:
+    refused = gptexp("rm", "--yes", "min")
+    assert refused.returncode == 2
+    assert (outputs / "mine").exists()
+
+
 def test_without_a_run_there_is_no_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:

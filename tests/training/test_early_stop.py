@@ -43,6 +43,18 @@ def test_a_run_ends_at_the_first_evaluation_at_or_below_the_loss(tiny: list[str]
     assert equal(tmp_path / "stopped", tmp_path / "short")
 
 
+def test_all_evaluations_are_measured_after_an_early_stop(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "early.py").write_text("def one(model, tokenizer, batches):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["train.evaluations=[{_target_: early.one}]", "log.progress=lines"]
+    found = trained(tiny, tmp_path / "run", "train.stop_at_loss=100", *own)
+    assert [e["eval/one"] for e in found if "eval/one" in e] == [1.0]
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert "eval/one: 1.0000" in capsys.readouterr().out
+
+
 def test_a_run_ends_after_so_many_tokens_without_a_lower_loss(tiny: list[str], tmp_path: Path) -> None:
     """With a learning rate that spoils the weights: the first loss stays the lowest."""
     found = trained(tiny, tmp_path / "run", "optim.lr=10", "train.patience_tokens=500", "train.divergence_nats=null")
