@@ -163,7 +163,7 @@ def draft_cells(
     swept, drafts = swept_keys(config), []
     for number, overrides in enumerate(combinations, first):
         composition = compose(overrides, number, is_passing=True)
-        pairs = (text.partition("=") for text in as_typed(overrides))
+        pairs = (text.lstrip("+").partition("=") for text in as_typed(overrides))
         values = {key: value for key, _, value in pairs if key in swept}
         parent, checked, problems = None, None, list[Problem]()
         try:

@@ -333,6 +333,7 @@ def test_keys_of_the_users_own_are_free_and_decide_nothing() -> None:
     assert compose(["user={a: 1}"]).user == {"a": 1}
     grid = compose_sweep(["hydra.mode=MULTIRUN", "user.team=red,blue"])
     assert [draft.config.user for draft in grid.drafts if draft.config] == [{"team": "red"}, {"team": "blue"}]
+    assert [draft.values for draft in grid.drafts] == [{"user.team": "red"}, {"user.team": "blue"}]
     with pytest.raises(ConfigError) as error:
         compose(["user.team=red,blue"])
     assert error.value.code == "needs-multirun"
