@@ -230,13 +230,13 @@ def test_without_pandas_the_command_that_installs_it_is_named(
 def test_the_package_lists_its_public_names_without_loading_torch_or_pandas() -> None:
     script = """
 import sys, gptexp
-assert dir(gptexp) == ["__version__", "load_metrics", "load_run", "load_sweep"]
+assert dir(gptexp) == sorted(gptexp.__all__) and {"__version__", "load_metrics", "load_run", "train"} <= {*dir(gptexp)}
 assert not {"torch", "pandas"} & sys.modules.keys()
 gptexp.load_sweep, gptexp.load_metrics
 assert not {"torch", "pandas"} & sys.modules.keys()
 sys.modules["pandas"] = None
 from gptexp import *
-assert callable(load_metrics) and callable(load_run) and callable(load_sweep)
+assert all(map(callable, (load_metrics, load_run, load_sweep, compose, train, sweep, tune, report)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -126,7 +126,7 @@ def test_a_search_whose_budget_is_spent_goes_on_with_a_larger_one(spent: Path, m
     assert {answer.stopped for answer in report.answers} == {"budget"}
     [proposal] = report.further
     stood_for: list[list[str]] = []
-    monkeypatch.setattr("gptexp.tune.train.main", stood_for.append)
+    monkeypatch.setattr("gptexp.tune.train", stood_for.append)
     tune.main(proposal.command.split()[2:])
     tune.main(record.commands[-1][1:])
     more, before = map(set, stood_for)
