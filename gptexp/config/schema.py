@@ -364,10 +364,9 @@ class TrainConfig:
     eval_every: int | None = not_negative(None)  # steps; takes precedence over eval_every_tokens
     eval_tasks: list[str] = field(default_factory=list, metadata=_TASKS)  # scored during the run: hellaswag by all
     # ranks, in llm.c's style; tasks of lm_eval by a separate process, while training waits
-    evaluations: list[dict[str, Any]] = field(
-        default_factory=list, metadata=_ENTRIES
-    )  # own metrics: {_target_: my_lab.metrics.accuracy,
-    # name: …, every_tokens: …} and its keys; rank 0 calls it while training waits, and the run logs eval/NAME
+    evaluations: list[dict[str, Any]] = field(default_factory=list, metadata=_ENTRIES)  # own metrics, each of them
+    # {_target_: my_lab.metrics.accuracy, name: …, every_tokens: …} and its keys; rank 0 calls it while training waits,
+    # and the run logs eval/NAME
     eval_tasks_every_tokens: int = not_negative(0)  # tokens; 0: only at the end
     save_every_tokens: int | None = not_negative(None)  # tokens; null: a tenth of the run; 0: only at the end
     save_every: int | None = not_negative(None)  # steps; takes precedence over save_every_tokens
