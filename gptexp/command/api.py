@@ -238,7 +238,7 @@ def _composed(
         elif composing.is_sweep(cfg):
             raise ConfigError("this describes a sweep; use gptexp.sweep", "is-a-sweep")
         else:
-            str(cfg.hydra.run.dir)
+            str(cfg.hydra.run.dir)  # here an interpolation that does not resolve is a ConfigError
         return cfg
 
 

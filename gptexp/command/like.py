@@ -9,7 +9,7 @@ from typing import Any
 
 from gptexp.config.compose import PRECEDING, composition, hydra_engine, job_of
 from gptexp.config.overrides import quoted
-from gptexp.config.parts import EVALUATIONS, SOURCE, is_part
+from gptexp.config.parts import EVALUATIONS, SOURCE
 from gptexp.config.paths import FILE_FLAGS, config_flags
 from gptexp.config.schema import Config, fields_of, parts_of
 from gptexp.process.words import shown
@@ -28,7 +28,7 @@ def like(given: str, arguments: Sequence[str]) -> list[str]:
     directory = Path(located(given))
     run_dir.require_directory(directory, "a run", "--like")
     config = run_dir.load_config(directory)
-    files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory)
+    files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory, config)
     own = {text.lstrip("+").partition("=")[0] for text in arguments if "=" in text}
     groups = {f.name for f in fields(Config)} - own
     chosen = {**branch.choices(directory), "optim": config.optim.name}
@@ -44,16 +44,15 @@ def like(given: str, arguments: Sequence[str]) -> list[str]:
     return [*files, *options, *(f"{key}={as_value(differing[key])}" for key in kept)]
 
 
-def _files(directory: Path) -> list[str]:
+def _files(directory: Path, config: Config) -> list[str]:
     """The flags of the user's YAML files with which the run was composed, if parts of the user's own need them."""
     hydra = reader.read_yaml(directory / run_dir.HYDRA / "hydra.yaml") if (directory / run_dir.HYDRA).is_dir() else {}
-    config = run_dir.load_config(directory)
     return config_flags(hydra["hydra"]) if parts_of(config) and hydra else []
 
 
 def _values(config: Config) -> list[tuple[str, Any]]:
     """The keys and values that an override may set."""
-    of_options = ["optim.name", *(f"{group}.name" for group, section in parts_of(config) if is_part(section))]
+    of_options = ["optim.name", *(f"{group}.name" for group, _ in parts_of(config))]
     found = []
     for key, _, value in fields_of(config):
         if key == EVALUATIONS:

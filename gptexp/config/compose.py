@@ -4,7 +4,6 @@ Other code reads the `Config` and does not use Hydra. Errors are raised before t
 created.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import override_problems, secret_problems, structured
-from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, takes, target_in
+from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, nearest, takes, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
     OUTPUTS,
@@ -264,8 +263,8 @@ def _no_such_key(key: str, cls: str, text: str) -> Problem:
         bases: list[type[Any]] = [*PARTS, EvaluationConfig]
         made = [own for base in bases for own in base.__subclasses__() if own.__name__ == cls]
         known = [f.name for own in made for f in fields(own)]
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = nearest(key, known)
+        hint = f"; did you mean {close}?" if close else ""
         return Problem("unknown-key", f"{group}.{key}{setter}: not a parameter of {group}={name}{hint}")
     name, having = _CLASSES[cls], optimizers_with(f"optim.{key}")
     others = f", but of {', '.join(having)}" if having else ""

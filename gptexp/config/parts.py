@@ -78,7 +78,7 @@ def imported(group: str, target: str) -> Callable[..., Any]:
     except Exception as error:  # whatever the user's module raises
         raise refuse("not-importable", in_one_line(error)) from error
     if not hasattr(parent, name):
-        close = _nearest(name, vars(parent))
+        close = nearest(name, vars(parent))
         raise refuse("not-importable", f"{module} has no {name}{f'; did you mean {close}?' if close else ''}")
     found = getattr(parent, name)
     if why := _why_no_part(group, found):
@@ -86,7 +86,7 @@ def imported(group: str, target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str]) -> str | None:
     """The most similar of the `known` names, if one is near."""
     return next(iter(difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1)), None)
 
