@@ -71,6 +71,8 @@ def test_a_run_from_python_is_the_run_of_the_shell(
     with pytest.raises(gptexp.ConfigError) as caught:
         gptexp.train([*tiny, "data.path=missing.txt"], quiet=True)
     assert caught.value.code == "no-such-file"
+    with pytest.raises(gptexp.ConfigError, match="nope"):
+        gptexp.train([*tiny, "hydra.run.dir=${nope}"], quiet=True)
 
 
 @pytest.fixture
