@@ -17,6 +17,7 @@ VERBS = {
     "plan": "describe a run or a sweep without training it",
     "prepare": "tokenise a corpus into the cache",
     "resume": "continue an unfinished run",
+    "run": "run the commands of a file in turn, or several at once",
     "sample": "print text from a checkpoint of a run, or of a sweep's best run",
     "evaluate": "print a checkpoint's validation loss as JSON",
     "export": "write a checkpoint as a directory that Hugging Face's transformers loads",
@@ -58,7 +59,9 @@ def _main() -> None:
         print(f"gptexp: {verb}: no such verb; use one of {', '.join(VERBS)}", file=sys.stderr)
         sys.exit(2)
     sys.argv[:2] = [f"{sys.argv[0]} {verb}"]
-    run_verb(import_module(f"gptexp.{verb}").main)
+    from gptexp.command.arguments import module_of
+
+    run_verb(module_of(verb).main)
 
 
 def _complete() -> None:

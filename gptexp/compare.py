@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help="default: %(default)s")
     to.add_argument("--json", action="store_true", help="print JSON, for scripts, and write no page")
+    parser.add_argument("--objective", metavar="METRIC", help="a validation loss, such as val/NAME/loss")
     args = parser.parse_args(argv)
 
     directories = runs_to_compare(args.directories)
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     with permanent():
         from gptexp.reporting.page.comparison import compare, numbers, show, write_page  # imports scipy
 
-    comparison = compare(directories)
+    comparison = compare(directories, args.objective)
     if args.json:
         print(json.dumps(finite(numbers(comparison)), indent=1))
         return

@@ -116,7 +116,7 @@ def _files(patterns: list[str]) -> list[str]:
 
 def _of_text(config: Config, directory: Path, text: str, tokens: int) -> Config:
     """The config of a run whose validation text is the file `text`, of which it takes `tokens` tokens."""
-    data = replace(config.data, name="text", path=[absolute(text)], val_path=[absolute(text)])
+    data = replace(config.data, name="text", path=[absolute(text)], val_path=[absolute(text)], validation={})
     data.max_tokens, data.val_ratio, data.val_tokens = None, None, tokens
     if is_file(directory / run_dir.TOKENIZER):
         data.tokenizer = str(directory / run_dir.TOKENIZER)

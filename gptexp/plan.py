@@ -123,7 +123,7 @@ def _config(composed: Any, overrides: list[str], gpu: Gpu | None) -> Config:
     """The config of one run. If `gpu` is given and a file's micro-batch size is refused, auto replaces that size."""
 
     def checked() -> Config:
-        parent = branch.find(composed.branch_from)
+        parent = branch.find(composed)
         given, count = composed.hydra.overrides.task, partial(count_epoch, tokenise=False)
         return with_step(to_config(composed, given, launcher_world_size(), parent, count))
 

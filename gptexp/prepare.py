@@ -25,9 +25,9 @@ def main(argv: list[str] | None = None) -> None:
     config = compose(args.overrides, args.config_dir, args.config_name, find_parent=branch.find).data
 
     from gptexp.data.comparison import compare  # imports numpy
-    from gptexp.data.prepare import prepare
+    from gptexp.data.prepare import prepare, prepare_texts
 
-    for directory in prepare(config):
+    for directory in (*prepare(config), *prepare_texts(config).values()):
         if directory is not None:
             print(directory)
     if args.verify:

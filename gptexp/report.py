@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> None:
         help="propose runs until each best learning rate is known within this many octaves on each side "
         f"(default: that of gptexp tune, or {WITHIN})",
     )  # fmt: skip
+    parser.add_argument(
+        "--objective", metavar="METRIC", help="the validation loss that it is about, such as val/NAME/loss"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every sentence and the table of runs")
     args = parser.parse_args(argv)
 
@@ -46,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         with Drawing() as drawing:  # its processes start while other modules are imported
             from gptexp.reporting.page.write import PAGE, show, write_report
 
-            report, _ = write_report(args.directory, args.behind, args.within, drawing)
+            report, _ = write_report(args.directory, args.behind, args.within, args.objective, drawing)
     show(report, terminal_width(), args.verbose)
     say(f"\nthe page: {args.directory / PAGE}")
     if args.write_optim is not None:

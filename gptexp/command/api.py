@@ -128,9 +128,7 @@ def compose(
 ) -> Config:
     """The checked config of a run, as `gptexp train OVERRIDES` would have it. Raises `ConfigError`."""
     cfg = _composed(overrides, config_dir, config_name)
-    return with_step(
-        composing.to_config(cfg, cfg.hydra.overrides.task, None, branch.find(cfg.branch_from), count_epoch)
-    )
+    return with_step(composing.to_config(cfg, cfg.hydra.overrides.task, None, branch.find(cfg), count_epoch))
 
 
 def train(

@@ -1,6 +1,8 @@
 """Arguments of verbs: an option is given once, and counts and the checkpoint of a run are written alike everywhere."""
 
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from gptexp.process.fields import parse_count
@@ -10,6 +12,11 @@ from gptexp.storage.inventory import LATEST, located
 
 PLACES = ("DIR", "RUN_DIR")  # names of arguments
 NEWEST: dict[str, Any] = {"nargs": "?", "default": LATEST}  # of an argument that may be left out
+
+
+def module_of(verb: str) -> ModuleType:
+    """The module of a verb: its file has its name, except that of `run`, which is the name of a folder."""
+    return import_module(f"gptexp.{'queue' if verb == 'run' else verb}")
 
 
 class Once(Action):

@@ -4,9 +4,9 @@ import re
 from argparse import Action, ArgumentParser
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
+from gptexp.command.arguments import module_of
 from gptexp.config.paths import OUTPUTS
 from gptexp.storage import run_dir
 
@@ -75,7 +75,7 @@ def _arguments(verb: str) -> list[Action]:
         ArgumentParser.print_help = lambda parser, file=None: parsers.append(parser)  # type: ignore[assignment, method-assign]
         try:
             with suppress(SystemExit):
-                import_module(f"gptexp.{verb}").main(["--help"])
+                module_of(verb).main(["--help"])
         finally:
             ArgumentParser.print_help = plain  # type: ignore[method-assign]
     return [argument for parser in parsers for argument in parser._actions]

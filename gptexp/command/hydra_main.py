@@ -67,7 +67,7 @@ def hydra_main(train: Task, begin_cell: Task, launcher_world_size: int | None) -
     if args.help:
         _print_help(args.overrides, args.config_dir, args.config_name)
         return 0
-    if args.cfg and any(text.startswith("branch_from=") for text in args.overrides):
+    if args.cfg and any(text.startswith(("branch_from=", "continue_from=")) for text in args.overrides):
         rule = "shows what files and overrides set, and a branch has the other keys of its run"
         fix = "leave it out, the new run has a config.yaml"
         raise ConfigError(f"--cfg {args.cfg}: {rule}; {fix}", "cfg-of-branch")
@@ -193,7 +193,7 @@ def _let_hydra_answer(args: Namespace, multirun: bool) -> int:
 
 def _run(cfg: DictConfig, context: HydraContext, train: Task, launcher_world_size: int | None) -> int:
     """Check the config and its directory, then train: the part of `hydra.main` for one job."""
-    parent, overrides = branch.find(cfg.branch_from), cfg.hydra.overrides.task
+    parent, overrides = branch.find(cfg), cfg.hydra.overrides.task
     config = with_step(to_config(cfg, overrides, launcher_world_size, parent, count_epoch))
     take_choices(cfg, overrides, parent)
     HydraConfig.instance().set_config(cfg)  # the name of the directory contains a choice of a group

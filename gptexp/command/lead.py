@@ -71,8 +71,15 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
     check_same(directory, config)
     run_dir.save_config(directory, config)
     if config.log.progress not in ("off", "json") and cfg.hydra.sweeper.get("key") != "optim.lr":
-        source = lr_source(cfg.hydra) if config.branch_from is None else f"branch_from={config.branch_from}"
+        source = lr_source(cfg.hydra) if config.branch_from is None else _lr_of_branch(config)
         say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")
+
+
+def _lr_of_branch(config: Config) -> str:
+    parent = run_dir.load_config(Path(run_dir.run_and_checkpoint(config.branch_from or "")[0]))
+    if config.optim.lr == parent.optim.lr:
+        return f"branch_from={config.branch_from}"
+    return f"optim.lr: {config.optim.lr / parent.optim.lr:.3g} of the peak of branch_from={config.branch_from}"
 
 
 def readable_name(model: str, config: Config) -> str:

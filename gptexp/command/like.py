@@ -9,14 +9,16 @@ from typing import Any
 
 from gptexp.config.compose import PRECEDING, composition, hydra_engine, job_of
 from gptexp.config.overrides import quoted
-from gptexp.config.parts import EVALUATIONS, SOURCE
+from gptexp.config.parts import SOURCE
 from gptexp.config.paths import FILE_FLAGS, config_flags
-from gptexp.config.schema import Config, fields_of, parts_of
+from gptexp.config.schema import LISTS, Config, fields_of, parts_of
 from gptexp.process.words import shown
 from gptexp.storage import branch, reader, run_dir
 from gptexp.storage.inventory import located
 
-OF_ONE_RUN = ("sweep.", "fitted.", "branch_from", "log.wandb.name", "log.wandb.group")  # what another run does not take
+OF_ONE_RUN = (  # what another run does not take
+    "sweep.", "fitted.", "branch_from", "schedule.begin_tokens", "log.wandb.name", "log.wandb.group",
+)  # fmt: skip
 
 
 def like(given: str, arguments: Sequence[str]) -> list[str]:
@@ -55,7 +57,7 @@ def _values(config: Config) -> list[tuple[str, Any]]:
     of_options = ["optim.name", *(f"{group}.name" for group, _ in parts_of(config))]
     found = []
     for key, _, value in fields_of(config):
-        if key == EVALUATIONS:
+        if key in LISTS:
             value = [{name: part for name, part in entry.items() if name != SOURCE} for entry in value]
         if not (key.startswith(OF_ONE_RUN) or key in of_options or "._" in key):
             found.append((key, value))

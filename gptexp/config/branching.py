@@ -3,6 +3,9 @@
 Keys that are not set on the command line come from the parent. A branch may change what follows the checkpoint: the
 schedule and the length. Up to the checkpoint its learning rates must equal the parent's. So its result is, to the last
 bit, that of one uninterrupted run with the branch's schedule.
+
+`continue_from`: a branch whose schedule begins anew at the checkpoint, so it may have any, and another learning rate: a
+finished run warms up again, and decays again (arXiv 2403.08763).
 """
 
 import copy
@@ -23,7 +26,10 @@ from gptexp.process.words import shown
 
 # Result-deciding keys that a branch may change. `history_problems` checks that nothing changes up to the checkpoint.
 MAY_CHANGE = ("schedule.", "train.max_tokens", "train.max_steps", "train.epochs", "train.divergence_nats")
+STARTS = ("branch_from", "continue_from")
+DECAY_LENGTHS = ("schedule.decay_ratio", "schedule.decay_tokens", "schedule.decay_steps")
 WARMUP_LENGTHS = ("schedule.warmup_ratio", "schedule.warmup_tokens", "schedule.warmup_steps")
+ANEW = ("optim.lr",)  # what may change too if the schedule begins anew at the checkpoint
 LENGTH = ("train.max_tokens", "train.max_steps", "train.epochs")
 
 
@@ -50,6 +56,17 @@ class Parent:
         return f"{self.directory.name}@{self.step}"
 
 
+def start_of(config: Any) -> tuple[str, str] | None:
+    """The key, `branch_from` or `continue_from`, and its value, of a composed or saved config; None without both.
+
+    Raises `ConfigError` if both are given.
+    """
+    given = [(key, str(value)) for key in STARTS if (value := getattr(config, key)) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{'='.join(given[1])}: {'='.join(given[0])} is another start; leave out one", "two-starts")
+    return given[0] if given else None
+
+
 def first_step(branch_from: str | None) -> int:
     """The number of steps that were done before a run began, given its saved `branch_from`."""
     step = (branch_from or "").rpartition("@")[2]
@@ -71,16 +88,23 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
     """
     if "experiment" in given:
         raise ConfigError("experiment: a branch has the settings of its run; leave it out", "branch-with-recipe")
+    if "schedule.begin_tokens" in given:
+        rule = "follows from the checkpoint of continue_from; leave it out"
+        raise ConfigError(f"schedule.begin_tokens={config.schedule.begin_tokens}: {rule}", "begin-not-taken")
     branch = copy.deepcopy(parent.config)
+    begins_anew = config.continue_from is not None
     if "optim" in given:  # another optimizer has other keys
         branch.optim = config.optim
-    if "schedule" in given:
+    if "schedule" in given and begins_anew:
+        branch.schedule = config.schedule
+    elif "schedule" in given:
         was = branch.schedule
         branch.schedule = replace(
             config.schedule,
             warmup_ratio=was.warmup_ratio,
             warmup_tokens=was.warmup_tokens,
             warmup_steps=was.warmup_steps,
+            begin_tokens=was.begin_tokens,
         )
     for key in given:
         section, name = _place(branch, key)
@@ -94,15 +118,22 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
                 "key-of-other-optimizer",
             )
         setattr(section, name, getattr(composed, name))
-    branch.branch_from, branch.sweep = parent.name, config.sweep
+    branch.branch_from, branch.continue_from, branch.sweep = parent.name, None, config.sweep
     branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # not inherited: they name one run
+    if begins_anew:
+        branch.schedule.begin_tokens = parent.tokens
+        if not {"schedule", *DECAY_LENGTHS} & set(given):
+            branch.schedule.decay_ratio, branch.schedule.decay_tokens, branch.schedule.decay_steps = 1.0, None, None
+        return branch
     if not set(WARMUP_LENGTHS) & set(given):
         warmup = resolve_schedule(parent.config, parent.config.run_length[1]).warmup_tokens
         branch.schedule.warmup_tokens, branch.schedule.warmup_steps = warmup, None
     schedule = branch.schedule
     ends_with_the_run = schedule.decay_tokens is None and schedule.decay_steps is None and schedule.decay_ratio == 1
     if schedule.name == "wsd" and ends_with_the_run and schedule.cooldown_ratio < 1 and not set(LENGTH) & set(given):
-        branch.train.max_tokens, branch.train.max_steps = round(parent.tokens / (1 - schedule.cooldown_ratio)), None
+        begin = schedule.begin_tokens
+        branch.train.max_tokens = begin + round((parent.tokens - begin) / (1 - schedule.cooldown_ratio))
+        branch.train.max_steps = None
     return branch
 
 
@@ -118,8 +149,9 @@ def _place(config: Config, key: str) -> tuple[Any, str]:
 def differences(config: Config, parent: Parent) -> Iterator[Problem]:
     """A line for each key of a branch whose value must equal the parent's and does not."""
     before, now = result_deciding(parent.config), result_deciding(config)
+    may_change = MAY_CHANGE + ANEW if config.schedule.begin_tokens == parent.tokens else MAY_CHANGE
     for key in dict.fromkeys([*now, *before]):
-        if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE):
+        if before.get(key) != now.get(key) and not key.startswith(may_change):
             rule = f"{parent.directory} was trained with {shown(before.get(key))}, and a branch continues it"
             yield Problem("branch-differs", f"{key}={shown(now.get(key))}: {rule}; leave it out")
 
@@ -142,6 +174,8 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
             f"with a half-life of {half_life:,.0f} tokens, 1% of the length of {parent.directory}, and this run has "
             "another length; branch from a run with log.noise_half_life_tokens",
         )
+    elif now.begin_tokens == parent.tokens:
+        return
     elif before.warmup_tokens != now.warmup_tokens:
         key = length_key(config, "warmup")
         yield Problem(
@@ -160,7 +194,8 @@ def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now:
     sizes = config.batch.step_sizes
     first = max(0, sizes.steps_to(min(before.peak_ends, now.peak_ends)) - 1)  # they have the same warm-up
     tokens = sizes.tokens_after(first)
-    for step in range(first, parent.step):
+    begun = sizes.steps_to(before.begin_tokens)
+    for step in range(max(first, begun), parent.step):
         step_tokens = sizes.at(tokens)
         was, would_be = (schedule.lr_factor(tokens, step_tokens) for schedule in (before, now))
         tokens += step_tokens
@@ -171,8 +206,8 @@ def _other_learning_rates(config: Config, parent: Parent, before: Schedule, now:
             yield Problem(
                 "branch-with-other-lr",
                 f"branch_from={parent.name}: step {step + 1:,} had {was:.6g} of optim.lr with schedule.name="
-                f"{before.name}, and would have had {would_be:.6g} with {now.name} until {now.decay_tokens:,} tokens; "
-                f"{_fix(config, parent, was < 1)}, or branch from {earlier}",
+                f"{before.name}, and would have had {would_be:.6g} with {now.name} until {now.decay_ends:,} tokens; "
+                f"{_fix(config, parent, was < 1)}, or branch from {earlier}; or warm up again with continue_from",
             )
             return
 
@@ -186,12 +221,14 @@ def _fix(config: Config, parent: Parent, had_decayed: bool) -> str:
         return "use schedule=wsd"
     if schedule.cooldown_ratio == 1:
         return "use a schedule.cooldown_ratio below 1"
-    end = math.ceil(parent.tokens / (1 - schedule.cooldown_ratio))  # of a decay that begins at the checkpoint
+    begin = schedule.begin_tokens
+    # The end, from the begin of the schedule, of a decay that begins at the checkpoint.
+    end = math.ceil((parent.tokens - begin) / (1 - schedule.cooldown_ratio))
     if schedule.decay_steps is not None:
         return f"use schedule.decay_steps={config.batch.step_sizes.steps_to(end)} or more"
     if schedule.decay_tokens is not None:
         return f"use schedule.decay_tokens={end} or more"
-    length = math.ceil(end / schedule.decay_ratio)
+    length = begin + math.ceil(end / schedule.decay_ratio)
     if config.train.max_steps is not None:
         return f"use train.max_steps={config.batch.step_sizes.steps_to(length)} or more"
     return f"use train.max_tokens={length} or more"

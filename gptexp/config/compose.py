@@ -34,7 +34,7 @@ from gptexp.config.batch import legal_micro_batches
 from gptexp.config.branching import Parent
 from gptexp.config.describe import settings_by_place
 from gptexp.config.overrides import override_problems, secret_problems, structured
-from gptexp.config.parts import EVALUATIONS, TARGET, keys_class, nearest, takes, target_in
+from gptexp.config.parts import EVALUATIONS, METRICS, TARGET, keys_class, nearest, takes, target_in
 from gptexp.config.paths import (
     CONFIG_NAME,
     OUTPUTS,
@@ -42,14 +42,13 @@ from gptexp.config.paths import (
     conf_dir,
     folders,
     is_file,
-    is_hub_model,
     is_path_list,
     own_config,
 )
 from gptexp.config.schema import (
+    LISTS,
     PARTS,
     Config,
-    EvaluationConfig,
     FittedConfig,
     field_problem,
     field_problems,
@@ -157,22 +156,19 @@ def compose(
     config_dir: str | None = None,
     config_name: str | None = None,
     launcher_world_size: int | None = None,
-    find_parent: Callable[[str], Parent | None] | None = None,
+    find_parent: Callable[[DictConfig], Parent | None] | None = None,
     count_epoch: Callable[[Config], int] | None = None,
 ) -> Config:
     """Compose and check the config of one run. Raises `ConfigError` with a line for each problem.
 
-    `find_parent` finds the checkpoint that `branch_from` names. Without `find_parent`, `branch_from` is refused. For
+    `find_parent` finds the checkpoint that `branch_from` or `continue_from` names; without it, both are refused. For
     `count_epoch` see `to_config`.
     """
     with hydra_engine(config_dir) as engine:
         composed = composition(engine, overrides, config_dir, multirun=False, config_name=config_name)
-        parent = None
-        if composed.branch_from is not None:
-            if find_parent is None:
-                rule = "only train, plan and prepare take it"
-                raise ConfigError(f"branch_from={composed.branch_from}: {rule}", "branch-not-taken")
-            parent = find_parent(composed.branch_from)
+        if find_parent is None and (start := branching.start_of(composed)) is not None:
+            raise ConfigError(f"{'='.join(start)}: only train, plan and prepare take it", "branch-not-taken")
+        parent = None if find_parent is None else find_parent(composed)
         return to_config(composed, composed.hydra.overrides.task, launcher_world_size, parent, count_epoch)
 
 
@@ -251,7 +247,7 @@ def _one_line(error: BaseException) -> str:
 
 
 _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
-_OF_PARTS = [f"{group}_[^']+" for group in (*PARTS.values(), EVALUATIONS)]
+_OF_PARTS = [f"{group}_[^']+" for group in (*PARTS.values(), *LISTS)]
 _NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join([*_CLASSES, *_OF_PARTS])})'")
 
 
@@ -260,7 +256,7 @@ def _no_such_key(key: str, cls: str, text: str) -> Problem:
     setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
     if cls not in _CLASSES:
         group, _, name = cls.partition("_")
-        bases: list[type[Any]] = [*PARTS, EvaluationConfig]
+        bases: list[type[Any]] = [*PARTS, *LISTS.values()]
         made = [own for base in bases for own in base.__subclasses__() if own.__name__ == cls]
         known = [f.name for own in made for f in fields(own)]
         close = nearest(key, known)
@@ -299,7 +295,8 @@ def to_config(
     if parent is not None or not by_law:
         config.fitted = FittedConfig()  # no law sets the learning rate; a branch takes it from its parent
     _let_the_command_line_win(config, given)
-    config.train.evaluations = _evaluations(config.train.evaluations)
+    config.train.evaluations = _entries(EVALUATIONS, config.train.evaluations)
+    config.log.metrics = _entries(METRICS, config.log.metrics)
     problems = [
         *(_two_lengths(config, given) if config.train.epochs is not None else ()),
         *(_law_scaled_twice(cfg) if by_law else ()),
@@ -334,23 +331,23 @@ def _settle_length(config: Config, epochs: float, count_epoch: Callable[[Config]
         config.train.max_tokens = max(1, round(epochs * count_epoch(config)))
 
 
-def _evaluations(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of train.evaluations with all keys of their parts. Raises `ConfigError`."""
+def _entries(key: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of a list of parts with all keys of their parts. Raises `ConfigError`."""
     with hydra_errors_as_config_errors():
-        full = {entry["name"]: entry for entry in map(_evaluation, entries)}
+        full = {entry["name"]: entry for entry in (_entry(key, entry) for entry in entries)}
     if len(full) < len(entries):
-        raise ConfigError(f"{EVALUATIONS}: two have one name; give each a name of its own", "evaluation-given-twice")
+        raise ConfigError(f"{key}: two have one name; give each a name of its own", "metric-given-twice")
     return [*full.values()]
 
 
-def _evaluation(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of train.evaluations with all keys of its part. Raises `ConfigError` or OmegaConf's error."""
+def _entry(key: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the list `key` with all keys of its part. Raises `ConfigError` or OmegaConf's error."""
     target = str(entry.get(TARGET, ""))
     name = str(entry.get("name", target.rpartition(".")[2]))
-    typed = structured(keys_class(EvaluationConfig, EVALUATIONS, name, target)())
+    typed = structured(keys_class(LISTS[key], key, name, target)())  # type: ignore[arg-type]  # mypy: a type has no hash
     keys: Any = OmegaConf.to_object(OmegaConf.merge(typed, entry))
-    of_all = EvaluationConfig(name, keys.every_tokens)
-    if found := [*(field_problems(keys, f"{EVALUATIONS}.") | field_problems(of_all, f"{EVALUATIONS}.")).values()]:
+    of_all = LISTS[key](**{f.name: getattr(keys, f.name) for f in fields(LISTS[key])})
+    if found := [*(field_problems(keys, f"{key}.") | field_problems(of_all, f"{key}.")).values()]:
         raise ConfigError(found)
     return to_dict(keys)
 
@@ -367,11 +364,14 @@ def _make_paths_absolute(config: Config) -> Iterator[Problem]:
         value = getattr(data, key)
         if is_path_list(value) and (key, data.name) != ("path", "hf") and not takes(data, key):
             setattr(data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
+    data.validation = {
+        name: absolute(path) if isinstance(path, str) else list(map(absolute, path))
+        for name, path in data.validation.items()
+        if is_path_list(path)
+    }
     # Not by `absolute`, which would treat these paths as globs.
     if data.tokenizer not in NAMES and is_file(Path(data.tokenizer)):
         data.tokenizer = os.path.abspath(data.tokenizer)  # noqa: PTH100
-    if config.init_from and not is_hub_model(config.init_from):
-        config.init_from = os.path.abspath(config.init_from)  # noqa: PTH100
     if data.cache_dir:
         data.cache_dir = absolute(data.cache_dir)
 

@@ -76,3 +76,13 @@ class Evaluation(Protocol):
     def __call__(
         self, model: "nn.Module", tokenizer: Any, batches: "Iterator[tuple[Tensor, Tensor]]"
     ) -> float | Mapping[str, float]: ...
+
+
+class StepMetric(Protocol):
+    """`log.metrics`: a function that returns a number, logged as own/NAME, or several by name.
+
+    Rank 0 calls it in each logged step, before the update: `.grad` of a parameter is the clipped gradient. Numbers may
+    be tensors of one element, which are read when the step is logged, so that a GPU need not wait.
+    """
+
+    def __call__(self, model: "nn.Module") -> "float | Tensor | Mapping[str, float | Tensor]": ...

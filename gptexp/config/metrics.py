@@ -1,7 +1,8 @@
 """The metrics of a run: the names in metrics.jsonl, in wandb and in reports, each with its unit and its meaning.
 
 A metric that is missing here cannot be named elsewhere: `Metric.TRAIN_LOS` is an error for mypy and at the import.
-The results of lm_eval's tasks are not in this table. They are called `TASK/FIGURE`, in lm_eval's own names.
+Not in this table are `val/NAME/loss` and `val/NAME/bpb` of data.validation, `eval/NAME` and `own/NAME` of the user's
+own metrics, and the results of lm_eval's tasks, which are called `TASK/FIGURE` in lm_eval's own names.
 """
 
 from enum import StrEnum
@@ -91,6 +92,21 @@ class Metric(StrEnum):
     SHARPNESS_SAM = "sharpness/sam", "nats/token", "rise of that loss over a distance of 0.05 along its gradient"
     DATA_FINGERPRINT = "data/fingerprint", "", "sum of the hashes of all windows consumed, modulo 2^64, 16 hex digits"
     # fmt: on
+
+
+def of_text(metric: Metric, name: str) -> str:
+    """The name of a validation metric for one text of data.validation: `val/NAME/loss`."""
+    return metric.replace("/", f"/{name}/", 1)
+
+
+def is_loss(name: str) -> bool:
+    """Whether `name` is a validation loss: `val/loss`, `val/loss_ema` or `val/NAME/loss`."""
+    return name in (Metric.VAL_LOSS, Metric.VAL_LOSS_EMA) or (name.startswith("val/") and name.endswith("/loss"))
+
+
+def bits_metric(loss: str) -> str:
+    """The name of the bits per byte that belong to the validation loss `loss`: `val/NAME/bpb` to `val/NAME/loss`."""
+    return f"{loss.rpartition('/')[0]}/bpb"
 
 
 SHARPNESS = tuple(metric for metric in Metric if metric.startswith("sharpness/"))

@@ -33,7 +33,7 @@ from gptexp.process.words import counted, shown
 
 TARGET, SOURCE = "_target_", "_source_"
 OWN = "_own_"  # class variable: the keys that the part takes
-EVALUATIONS = "train.evaluations"  # a list: each of its entries is a part
+EVALUATIONS, METRICS = "train.evaluations", "log.metrics"  # lists: each of their entries is a part
 DIGITS = 16  # of the hash of a source file
 GIVEN: dict[str, tuple[str, ...]] = {  # group -> the parameters that gptexp gives; the others are keys
     "model": ("vocab_size", "block_size"),
@@ -41,6 +41,7 @@ GIVEN: dict[str, tuple[str, ...]] = {  # group -> the parameters that gptexp giv
     "schedule": ("tokens", "warmup_tokens", "decay_tokens"),
     "data": (),
     EVALUATIONS: ("model", "tokenizer", "batches"),
+    METRICS: ("model",),
 }
 _PLAIN = (bool, int, float, str)
 

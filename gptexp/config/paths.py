@@ -168,7 +168,7 @@ def is_hub_name(value: Any) -> bool:
 def is_path_list(value: Any) -> bool:
     """Whether `value` is a path or a glob, or a non-empty list of them."""
     return isinstance(value, str) or (
-        isinstance(value, list) and value != [] and all(isinstance(v, str) for v in value)
+        isinstance(value, Sequence) and len(value) > 0 and all(isinstance(v, str) for v in value)
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from gptexp.config import batch, parts, paths
 from gptexp.config.fitted import fitted_problems
+from gptexp.config.metrics import Metric, of_text
 from gptexp.config.noise_scale import LIKE_BATCH, needing_noise_scale, why_unmeasured
 from gptexp.config.scaling import scaled_decay_rates, scaled_optim
 from gptexp.config.schedule import resolve_schedule
@@ -170,8 +171,8 @@ def _noise(cfg: Config, world_size: int) -> Iterator[Problem]:
 def _unread(cfg: Config, _: int) -> Iterator[Problem]:
     defaults = {key: default for key, _, default, _ in every_key()}
     for key, (other, values) in READ_UNDER.items():
-        if key in OF_TEXT and cfg.data.name != "tokens" and cfg.data.val_path is not None:
-            continue  # data.val_path is text, too
+        if key in OF_TEXT and cfg.data.name != "tokens" and (cfg.data.val_path is not None or cfg.data.validation):
+            continue  # these are text, too
         if parts.takes(attrgetter(key.rpartition(".")[0])(cfg), key.rpartition(".")[2]):
             continue
         if attrgetter(other)(cfg) not in values and attrgetter(key)(cfg) != defaults[key]:
@@ -430,7 +431,7 @@ def sharding_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
         rule = f"optim={optim.name} updates whole matrices, and each rank has some rows of them"
         fix = f"use {optimizers_that('may_split_rows')}, or world.sharding=optimizer"
         yield _refusal(cfg, "world.sharding", "sharding-of-matrices", f"{rule}; {fix}")
-    for key in ("train.eval_tasks", "train.evaluations", "train.sharpness_every_tokens"):
+    for key in ("train.eval_tasks", "train.evaluations", "train.sharpness_every_tokens", "log.metrics"):
         if attrgetter(key)(cfg):
             rule = f"needs the whole model on one rank, unlike {chosen}; measure it after the run"
             yield _refusal(cfg, key, "needs-whole-model", rule)
@@ -466,7 +467,13 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
     if cfg.train.profile and steps < 2:
         rule = "the profiler skips the first step, and this run has only one; lengthen the run"
         yield _refusal(cfg, "train.profile", "profile-of-one-step", rule)
+    if cfg.schedule.begin_tokens and cfg.branch_from is None:
+        rule = "only a run that continues another one begins its schedule later; leave it out, or use continue_from"
+        yield _refusal(cfg, "schedule.begin_tokens", "begin-not-taken", rule)
+    if cfg.schedule.begin_tokens >= run_tokens:
+        return  # `branching.history_problems` says so
     schedule = resolve_schedule(cfg, run_tokens)
+    run_tokens -= schedule.begin_tokens
     warmup, decay, key = schedule.warmup_tokens, schedule.decay_tokens, length_key(cfg, "warmup")
     if warmup >= run_tokens:
         rule = (
@@ -565,8 +572,8 @@ def _scaled_values(cfg: Config) -> Iterator[Problem]:
 
 
 def _paths(cfg: Config, _: int) -> Iterator[Problem]:
-    for key in ("data.path", "data.val_path"):
-        value = attrgetter(key)(cfg)
+    texts = {f"data.validation.{name}": path for name, path in cfg.data.validation.items()}
+    for key, value in ({key: attrgetter(key)(cfg) for key in ("data.path", "data.val_path")} | texts).items():
         if value is None or (key == "data.path" and (cfg.data.name == "hf" or parts.takes(cfg.data, "path"))):
             continue
         if not paths.is_path_list(value):
@@ -638,7 +645,7 @@ def _is_positive(value: Any) -> bool:
 
 def _validation(cfg: Config, _: int) -> Iterator[Problem]:
     d, t = cfg.data, cfg.seq_len
-    if d.val_ratio is None and d.val_tokens and batch.count_val_windows(d.val_tokens, t) == 0:
+    if (d.val_ratio is None or d.validation) and d.val_tokens and batch.count_val_windows(d.val_tokens, t) == 0:
         rule = f"rounds to 0 windows of seq_len={t}; use {t} or more, or 0 for none"
         yield _refusal(cfg, "data.val_tokens", "validation-too-short", rule)
     if d.max_tokens is not None and d.max_tokens <= t:
@@ -649,6 +656,7 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "data.val_tokens", "validation-too-long", rule)
     for key in (
         "train.eval_tasks", "train.evaluations", "train.stop_at_loss", "train.patience_tokens", "data.val_path",
+        "data.validation",
     ):  # fmt: skip
         if attrgetter(key)(cfg) and not d.validates:
             rule = "data.val_tokens=0 turns validation off; leave out one of them"
@@ -661,10 +669,19 @@ def _validation(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "data.val_ratio", "validation-given-twice", f"{own_text}; {fix}")
 
 
+def _objective(cfg: Config, _: int) -> Iterator[Problem]:
+    losses = [Metric.VAL_LOSS, *(of_text(Metric.VAL_LOSS, name) for name in cfg.data.validation)]
+    if cfg.train.ema_half_life_tokens is not None:
+        losses.append(Metric.VAL_LOSS_EMA)
+    if cfg.sweep.objective not in losses:
+        rule = f"the run logs no such loss; use one of {', '.join(losses)}"
+        yield _refusal(cfg, "sweep.objective", "no-such-loss", rule)
+
+
 # `problems` applies `_ramp` before these.
 RULES: tuple[Rule, ...] = (
     _unread, _parts, _own_model, _model, _sequence, _parametrisation, _tokenizer, _batch, _intervals, _tree, _ranks,
-    _noise, _optimizer, _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, sharding_problems,
-    _machine,
+    _noise, _optimizer, _scaling, fitted_problems, _lengths, _paths, _corpus, _mix, _validation, _objective,
+    sharding_problems, _machine,
 )  # fmt: skip
 RULES_OF_SAVED: tuple[Rule, ...] = (_model, _sequence, _saved_tokenizer, _ramp, _scaling)

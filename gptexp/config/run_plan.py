@@ -113,6 +113,7 @@ class RunPlan:
         """
         b, s, half_life, sharpness = self.batch, self.schedule, self.ema_half_life_tokens, self.sharpness_every_tokens
         asked = f"; beta2 asks for {self.least_warmup_steps:,}" if self.warmup_steps < self.least_warmup_steps else ""
+        anew = f"which begins after {counted(s.begin_tokens, 'token')}, " if s.begin_tokens else ""
         branch = f"from step {self.first_step:,}, {self.first_tokens:,} tokens, of {self.branch_from}"
         lines = {
             "batch": f"{b.total_batch_size:,} tokens per step = {counted(b.micro_batch_size, 'sequence')} × "
@@ -120,9 +121,9 @@ class RunPlan:
             f"{counted(b.grad_accum_steps, 'micro-step')}",
             "batch ramp": self.ramp_in_words(),
             "length": f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self._epochs(epoch_tokens)}",
-            "schedule": f"{s.name}, warm-up over {counted(s.warmup_tokens, 'token')} "
+            "schedule": f"{s.name}, {anew}warm-up over {counted(s.warmup_tokens, 'token')} "
             f"({self._steps_to(s.warmup_tokens)}{asked}), "
-            f"end at {counted(s.decay_tokens, 'token')} ({self._steps_to(s.decay_tokens)})",
+            f"end at {counted(s.decay_ends, 'token')} ({self._steps_to(s.decay_ends)})",
             "average": f"of the weights, half-life {self._interval(half_life)}" if half_life else "",
             "validation": self._every(self.eval_every_tokens),
             "checkpoint": self._every(self.save_every_tokens),
@@ -163,7 +164,7 @@ class RunPlan:
             "warmup_tokens": self.schedule.warmup_tokens,
             "warmup_steps": self.warmup_steps,
             "least_warmup_steps": self.least_warmup_steps,
-            "decay_tokens": self.schedule.decay_tokens,
+            "decay_tokens": self.schedule.decay_ends,
             "eval_every_tokens": self.eval_every_tokens,
             "save_every_tokens": self.save_every_tokens,
             "sharpness_measurements": self.sharpness_measurements,

@@ -23,26 +23,38 @@ class Schedule:
 
     name: str
     warmup_tokens: int
-    decay_tokens: int  # end of the decay, counted from the start of the run
+    decay_tokens: int  # end of the decay
     min_lr_ratio: float
     cooldown_ratio: float
     cooldown: str
     own: Callable[[], Callable[[int, int, int], float]] | None = None  # imports the user's own factor after the warm-up
+    begin_tokens: int = 0  # tokens of the run before the schedule; all other lengths count from there
 
     def lr_factor(self, tokens_before: int, step_tokens: int) -> float:
         """Factor of the peak learning rate for the step that consumes `step_tokens` after `tokens_before`."""
-        if tokens_before + step_tokens <= self.warmup_tokens:
-            return (tokens_before + step_tokens) / self.warmup_tokens
-        return self._decay(max(tokens_before, self.warmup_tokens))
+        tokens = tokens_before - self.begin_tokens
+        if tokens + step_tokens <= self.warmup_tokens:
+            return (tokens + step_tokens) / self.warmup_tokens
+        return self._decay(max(tokens, self.warmup_tokens))
+
+    @property
+    def warmup_ends(self) -> int:
+        """Tokens of the run up to the end of the warm-up."""
+        return self.begin_tokens + self.warmup_tokens
+
+    @property
+    def decay_ends(self) -> int:
+        """Tokens of the run up to the end of the decay."""
+        return self.begin_tokens + self.decay_tokens
 
     @property
     def peak_ends(self) -> int:
-        """The tokens up to which the factor is that of the warm-up, and then 1."""
+        """The tokens of the run up to which the factor is that of the warm-up, and then 1."""
         if self.name == "constant":
             return LIMIT
         if self.name == "inverse_sqrt" or self.own is not None:
-            return self.warmup_tokens
-        return min(self._decay_start, self.decay_tokens)
+            return self.warmup_ends
+        return self.begin_tokens + min(self._decay_start, self.decay_tokens)
 
     @property
     def _decay_start(self) -> int:
@@ -75,6 +87,7 @@ class Schedule:
 def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
     """Convert the ratios and steps of `cfg.schedule` to tokens, for a run of `run_tokens` tokens."""
     c, sizes = cfg.schedule, cfg.batch.step_sizes
+    run_tokens -= c.begin_tokens
     if c.warmup_steps is not None:
         warmup = sizes.tokens_after(c.warmup_steps)
     elif c.warmup_tokens is not None:
@@ -88,4 +101,4 @@ def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
     else:
         decay = round(c.decay_ratio * run_tokens)
     own = cache(partial(bound, "schedule", c)) if is_part(c) else None
-    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown, own)
+    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown, own, c.begin_tokens)

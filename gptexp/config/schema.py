@@ -19,11 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
+from operator import attrgetter
 from types import SimpleNamespace, UnionType
 from typing import Any, get_args, get_origin
 
 from gptexp.config.batch import StepSizes
-from gptexp.config.parts import EVALUATIONS, SOURCE, TARGET, is_part, loaded, saved_class
+from gptexp.config.metrics import Metric
+from gptexp.config.parts import EVALUATIONS, METRICS, SOURCE, TARGET, is_part, loaded, saved_class
+from gptexp.config.paths import is_path_list
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.optim.base import OptimConfig
@@ -77,7 +80,7 @@ _TAGS = {
     )
 }
 
-# The rule for train.evaluations.
+# The rule for train.evaluations and log.metrics.
 _ENTRIES = {
     "rule": (
         lambda entries: all(
@@ -98,6 +101,18 @@ _OF_INIT = {
         lambda arguments: {*arguments} <= {*_FOR_INIT},
         f"its keys must be of {', '.join(_FOR_INIT)}; the others are keys of log.wandb, or gptexp's",
         "not-for-wandb",
+    )
+}
+
+# The rule for data.validation: its names become those of metrics.
+_TEXTS = {
+    "rule": (
+        lambda texts: all(
+            isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name) and is_path_list(path)
+            for name, path in texts.items()
+        ),
+        "must map names of letters, digits, _, . and - to a file, a glob or a list of them: {python: a.txt}",
+        "not-texts",
     )
 }
 
@@ -224,6 +239,8 @@ class ScheduleConfig:
     cooldown_ratio: float = ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: length of the decay, as a
     # share of the tokens from the start of the run to the end of the decay
     cooldown: str = choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
+    begin_tokens: int = not_negative(0)  # tokens at which the schedule begins, and from which its lengths count;
+    # continue_from sets it
 
 
 @dataclass
@@ -337,6 +354,8 @@ class DataConfig:
     # corpus's tokens for validation; takes precedence over val_tokens
     val_split: str = choice("spread", "tail")  # which windows of the corpus are held out; tail: the last, as in nanoGPT
     val_path: Any = None  # validation text: a file, a glob or a list of them; null: held out from the corpus
+    validation: dict[str, Any] = field(default_factory=dict, metadata=_TEXTS)  # more validation texts, {NAME: file,
+    # glob or list}; each is logged as val/NAME/loss, of data.val_tokens tokens
     max_tokens: int | None = positive(None)  # tokens to use from the start of the corpus; null: all; data=hf may begin
     # to read up to workers-1 files without these tokens
     cache_dir: str | None = None  # directory of token files; null: $GPTEXP_CACHE, else the user's cache directory
@@ -413,10 +432,16 @@ class TrainConfig:
 
 
 @dataclass
-class EvaluationConfig:
-    """What each entry of train.evaluations has beside the keys of its part."""
+class EntryConfig:
+    """What each entry of log.metrics has beside the keys of its part."""
 
     name: str = directory_name("own")  # of its metric; default: the last part of the target
+
+
+@dataclass
+class EvaluationConfig(EntryConfig):
+    """What each entry of train.evaluations has beside the keys of its part."""
+
     every_tokens: int = not_negative(0)  # tokens; 0: only at the end
 
 
@@ -439,6 +464,8 @@ class LogConfig:
     note: str | None = None  # what the run is for; short form: --note TEXT; null: $WANDB_NOTES, unless
     # wandb is disabled
     progress: str = choice("auto", "bar", "lines", "json", "off")  # auto: a bar on a terminal, else lines
+    metrics: list[dict[str, Any]] = field(default_factory=list, metadata=_ENTRIES)  # own scalars, each of them
+    # {_target_: my_lab.metrics.norms, name: …} and its keys; rank 0 calls it in logged steps, which then have own/NAME
     sample_tokens: int = not_negative(48)  # tokens of the sample that is printed after the run; 0: no sample
     mfu_peak: str = choice("auto", "measured")  # peak FLOP/s for MFU; auto: data sheet; measured: matrix products
     noise_scale: str = choice("auto", "on", "off")  # gradient noise scale of logged steps; auto: if measurable
@@ -450,6 +477,8 @@ class LogConfig:
 @dataclass
 class SweepConfig:
     name: str | None = directory_name(None)  # directory in outputs/; null: a hash of the config without swept keys
+    objective: str = Metric.VAL_LOSS.value  # the loss that searches and reports minimise: val/loss, val/loss_ema, or
+    # val/NAME/loss of a text of data.validation
     cells: int = positive(1)  # number of cells, set by multirun; used to estimate whether compilation saves time
     parallel: int | str = count_or_auto(AUTO)  # number of cells that run at once, each on its own GPUs; auto: as many
     # as the GPUs allow, on a CPU the fastest number
@@ -493,6 +522,9 @@ class Config:
     user: dict[str, Any] = field(default_factory=dict)  # keys of your own, user.team=a: saved, logged and searched, and
     # without effect on the run
 
+    continue_from: str | None = None  # a run, also RUN_DIR@STEP, that the run continues with a schedule that begins
+    # anew: it warms up to optim.lr, and decays; keys not set on the command line come from that run
+
     branch_from: str | None = None  # a checkpoint that the run continues with a schedule and a length of its own:
     # RUN_DIR@STEP, RUN_DIR@best, or RUN_DIR for the newest; keys not set on the command line come from that run
 
@@ -518,11 +550,11 @@ class Config:
 # values dropout drops. Paths are here because a run compares the hash of the tokens, and `branch_from` because a branch
 # has checks of its own, and ends with the same bits as a run that was never interrupted.
 IRRELEVANT_TO_RESULT = (
-    "world.*", "log.*", "sweep.*", "fitted.*", "user", "branch_from", "data.path", "data.val_path", "data.format",
-    "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding", "data.separator", "data.workers",
-    "data.cache_dir", "batch.micro_batch_size", "train.device", "train.activation_checkpointing*", "train.eval_*",
-    "train.evaluations", "train.save_*", "train.sharpness_every_tokens", "train.keep_*", "train.log_every",
-    "train.max_minutes", "train.profile",
+    "world.*", "log.*", "sweep.*", "fitted.*", "user", "branch_from", "continue_from", "data.path", "data.val_path",
+    "data.validation", "data.format", "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding",
+    "data.separator", "data.workers", "data.cache_dir", "batch.micro_batch_size", "train.device",
+    "train.activation_checkpointing*", "train.eval_*", "train.evaluations", "train.save_*",
+    "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes", "train.profile",
 )  # fmt: skip
 
 
@@ -535,6 +567,7 @@ LATER_KEYS = (
     "model.position", "model.rope_theta", "model.rope_scaling", "model.head_dim", "model.n_kv_head", "model.qk_norm",
     "model.window", "model.window_every", "model.mlp", "model.mlp_ratio", "model.n_mlp", "model.logit_softcap",
     "train.z_loss", "train.epochs", "train.stop_at_loss", "train.patience_tokens", "data.document_mask",
+    "schedule.begin_tokens",
 )  # fmt: skip
 
 # Keys that determine the sizes of a step's tensors.
@@ -622,16 +655,19 @@ PARTS = {
 }  # sections that may be a part of the user's own
 
 
+LISTS: dict[str, type[Any]] = {EVALUATIONS: EvaluationConfig, METRICS: EntryConfig}  # of parts
+
+
 def parts_of(config: Config) -> list[tuple[str, Any]]:
-    """The parts of the user's own: each with its group, or `train.evaluations`."""
+    """The parts of the user's own: each with its group, or the key of its list."""
     sections = [(group, getattr(config, group)) for group in PARTS.values()]
-    evaluations = [(EVALUATIONS, SimpleNamespace(**entry)) for entry in config.train.evaluations]
-    return [(group, section) for group, section in sections if is_part(section)] + evaluations
+    listed = [(key, SimpleNamespace(**entry)) for key in LISTS for entry in attrgetter(key)(config)]
+    return [(group, section) for group, section in sections if is_part(section)] + listed
 
 
 def with_parts(config: Config) -> Config:
     """A config that was read from a run, with its parts imported. Raises `ConfigError`."""
-    typed = {group: loaded(group, section) for group, section in parts_of(config) if group != EVALUATIONS}
+    typed = {group: loaded(group, section) for group, section in parts_of(config) if group not in LISTS}
     return replace(config, **typed)
 
 

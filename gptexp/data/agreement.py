@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gptexp.config.schema import Config
 from gptexp.data.loader import Dataset, open_dataset
-from gptexp.data.prepare import prepare
+from gptexp.data.prepare import prepare, prepare_texts
 from gptexp.data.stream import manifest_state
 from gptexp.distributed.group import wait_for
 from gptexp.distributed.ranks import Rank
@@ -53,7 +53,8 @@ def _prepare_and_tell(cfg: Config, store: dist.Store, keys: Sequence[str]) -> di
         return place
 
     try:
-        directories = [None if path is None else str(path) for path in prepare(cfg.data)]
+        paths = [*prepare(cfg.data), *prepare_texts(cfg.data).values()]
+        directories = [None if path is None else str(path) for path in paths]
         return tell({"directories": directories, "states": _states(directories)})
     except DataError as error:
         tell({"error": str(error)})
@@ -66,8 +67,9 @@ def _states(directories: Sequence[str | None]) -> list[Any]:
 
 
 def _open(cfg: Config, place: dict[str, Any], check_files: bool) -> Dataset:
-    train, val = (None if path is None else Path(path) for path in place["directories"])
-    assert train is not None
-    dataset = open_dataset(cfg.data, (train, val), cfg.seq_len, cfg.train.seed, check_files=check_files)
+    train, val, *others = place["directories"]
+    directories = Path(train), None if val is None else Path(val)
+    named = dict(zip(cfg.data.validation, map(Path, others), strict=True))
+    dataset = open_dataset(cfg.data, directories, cfg.seq_len, cfg.train.seed, check_files=check_files, others=named)
     dataset.check_ids(cfg.model.vocab_size)
     return dataset

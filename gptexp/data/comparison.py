@@ -10,7 +10,16 @@ from gptexp.config.paths import why_not_creatable
 from gptexp.config.schema import DataConfig
 from gptexp.data.cache import cache_dir
 from gptexp.data.corpora import Corpus
-from gptexp.data.prepare import find_corpus, prepare, sources, tokens_dir, tokens_of, validation_corpus
+from gptexp.data.prepare import (
+    find_corpus,
+    prepare,
+    prepare_texts,
+    sources,
+    texts,
+    tokens_dir,
+    tokens_of,
+    validation_corpus,
+)
 from gptexp.data.shards import Tokens, data_errors
 from gptexp.data.stream import TokenStream, verify
 from gptexp.process.errors import DataError
@@ -18,12 +27,12 @@ from gptexp.process.words import counted
 
 
 def compare(data: DataConfig) -> None:
-    """Tokenise the corpus and `data.val_path` again and compare them with the cache, which `prepare` has filled.
+    """Tokenise the corpus and the validation texts again, and compare them with the cache, which `prepare` has filled.
 
     Raises `DataError` if a token differs: a file has changed and kept its size and times, or the cache is damaged.
     """
     if data.name == "tokens":
-        for directory in prepare(data):
+        for directory in (*prepare(data), *prepare_texts(data).values()):
             if directory is not None:
                 verify(directory, again=True)
                 tokens = counted(len(TokenStream(directory)), "token")
@@ -31,8 +40,9 @@ def compare(data: DataConfig) -> None:
         return
     for one in sources(data).values() if data.mix else [data]:
         _compare(find_corpus(one), one)
-    if data.val_path:
-        _compare(*validation_corpus(data, prepare(data)[0]))
+    for one in (data, *texts(data).values()):
+        if one.val_path:
+            _compare(*validation_corpus(one, prepare(data)[0]))
 
 
 def _compare(corpus: Corpus, data: DataConfig) -> None:

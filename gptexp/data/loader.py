@@ -7,11 +7,12 @@ windows of a step depend neither on the number of ranks nor on the micro-batch s
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from gptexp.config.batch import count_val_windows, count_windows
 from gptexp.config.run_plan import PlannedStep
 from gptexp.config.schema import Config, DataConfig
 from gptexp.data.order import Order, mix
-from gptexp.data.prepare import prepare, tokens_hash
+from gptexp.data.prepare import prepare, prepare_texts, tokens_hash
 from gptexp.data.split import split, spread
 from gptexp.data.stream import TokenStream
 from gptexp.data.tokenizer import Tokenizer, bytes_of_ids
@@ -54,10 +55,11 @@ class Dataset:
     hash: str  # hash of all tokens, whatever their path
     directory: Path  # of the training tokens
     n_vocab: int  # number of ids of the tokenizer
+    texts: dict[str, "Dataset"] = field(default_factory=dict)  # by their names, with the windows of data.validation
 
     def check_ids(self, vocab_size: int | str) -> None:
         """Raise `DataError` if an id is outside of the model's vocabulary. With `auto` its size is not known yet."""
-        for stream in (self.train, self.val):
+        for stream in (self.train, self.val, *(text.val for text in self.texts.values())):
             if isinstance(vocab_size, int) and stream.max_id >= vocab_size:
                 raise DataError(
                     f"{stream.directory}: contains id {stream.max_id:,}, outside model.vocab_size={vocab_size:,}; "
@@ -75,7 +77,8 @@ class Dataset:
 
 def build_dataset(cfg: Config, most_val_windows: int | None = None) -> Dataset:
     """Prepare the tokens of `cfg` if they are missing, and open them. Raises `DataError`."""
-    dataset = open_dataset(cfg.data, prepare(cfg.data), cfg.seq_len, cfg.train.seed, most_val_windows)
+    directories, others = prepare(cfg.data), prepare_texts(cfg.data)
+    dataset = open_dataset(cfg.data, directories, cfg.seq_len, cfg.train.seed, most_val_windows, others=others)
     dataset.check_ids(cfg.model.vocab_size)
     return dataset
 
@@ -87,31 +90,46 @@ def open_dataset(
     seed: int,
     most_val_windows: int | None = None,
     check_files: bool = True,
+    others: Mapping[str, Path] = MappingProxyType({}),
 ) -> Dataset:
     """Open the prepared tokens in `directories`: those for training and, if there are separate ones, for validation.
+
+    `others` are those of each text of data.validation.
 
     Reads each manifest once, and the headers of all files if `check_files`. `most_val_windows` limits the held-out
     windows that are returned, and changes no training window. Raises `DataError` for too few tokens.
     """
     train_dir, val_dir = directories
-    train = TokenStream(train_dir, data.max_tokens, check_files)
-    # Other projects publish losses on the first tokens of their validation split, so only these are used.
-    first = data.val_tokens + 1 if data.name == "tokens" and data.val_path is None else None
-    val = train if val_dir is None else TokenStream(val_dir, first, check_files)
-    for stream, path in ((train, train_dir), (val, val_dir or train_dir)):
+
+    def opened(directory: Path, most: int | None) -> TokenStream:
+        stream = TokenStream(directory, most, check_files)
         if count_windows(len(stream), seq_len) < 1:
             raise DataError(
-                f"{path}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
+                f"{directory}: {counted(len(stream), 'token')}, fewer than one window of seq_len+1 = {seq_len + 1}; "
                 "give more text or a smaller batch.seq_len"
             )
+        return stream
+
+    def starts(stream: TokenStream) -> np.ndarray:
+        windows = count_val_windows(data.val_tokens, seq_len)
+        return spread(count_windows(len(stream), seq_len), windows, seq_len)[:most_val_windows]
+
+    train = opened(train_dir, data.max_tokens)
     held_out = data if val_dir is None else replace(data, val_tokens=0, val_ratio=None)
+    if val_dir is None:
+        val, hash = train, tokens_hash(train)
+    else:
+        # Other projects publish losses on the first tokens of their validation split, so only these are used.
+        is_split = data.name == "tokens" and data.val_path is None
+        val = opened(val_dir, data.val_tokens + 1 if is_split else None)
+        hash = tokens_hash(train, val)
     parts = split(held_out, len(train), seq_len, seed, most_val_windows)
-    val_starts = parts.val_starts
-    if val_dir is not None:
-        val_starts = spread(count_windows(len(val), seq_len), count_val_windows(data.val_tokens, seq_len), seq_len)
-        val_starts = val_starts[:most_val_windows]
-    hash = tokens_hash(train) if val is train else tokens_hash(train, val)
-    return Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, train.n_vocab)
+    val_starts = parts.val_starts if val_dir is None else starts(val)
+    dataset = Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, train.n_vocab)
+    for name, directory in others.items():
+        stream = opened(directory, None)
+        dataset.texts[name] = replace(dataset, val=stream, val_starts=starts(stream), texts={})
+    return dataset
 
 
 def fingerprint(rows: np.ndarray) -> int:

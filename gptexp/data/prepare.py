@@ -49,6 +49,17 @@ def prepare(data: DataConfig) -> tuple[Path, Path | None]:
     return train, val
 
 
+def prepare_texts(data: DataConfig) -> dict[str, Path]:
+    """Tokenise the texts of `data.validation` if they are not in the cache. Returns the directory of each by name."""
+    return {name: directory for name, one in texts(data).items() if (directory := prepare(one)[1])}
+
+
+def texts(data: DataConfig) -> dict[str, DataConfig]:
+    """The config with which each text of `data.validation` would be the only one, by its name."""
+    alone = replace(data, validation={}, val_ratio=None, val_split="spread")
+    return {name: replace(alone, val_path=path) for name, path in data.validation.items()}
+
+
 def has_own_validation(data: DataConfig) -> bool:
     """Whether the validation text has files of its own, so that the corpus holds out nothing. Raises `DataError`."""
     return data.val_path is not None or (data.name == "tokens" and bool(references.find(data)[1]))

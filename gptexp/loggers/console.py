@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from gptexp.config.metrics import SHARPNESS, Metric
+from gptexp.config.metrics import SHARPNESS, Metric, is_loss
 from gptexp.config.schema import HELLASWAG
 from gptexp.loggers.run_log import Sink
 from gptexp.process.terminal import emit, say
@@ -43,7 +43,8 @@ def eval_line(event: dict[str, Any]) -> str:
         parts.append(f"bits per byte: {bits:.4f}")
     if (averaged := event.get(Metric.VAL_LOSS_EMA)) is not None:
         parts.append(f"averaged weights: {averaged:.6f}")
-    scores = {**_main_scores(event), **{key: value for key, value in event.items() if key.startswith(OWN)}}
+    more = {key: value for key, value in event.items() if key.startswith(OWN) or _is_of_text(key)}
+    scores = {**_main_scores(event), **more}
     parts += [f"{name}: {'not finite' if value is None else f'{value:.4f}'}" for name, value in scores.items()]
     return _after(event, " | ".join(parts))
 
@@ -52,12 +53,17 @@ OWN = "eval/"  # how the names of own metrics begin (train.evaluations)
 _NO_TASKS = {metric.rpartition("/")[0] for metric in Metric} - {HELLASWAG}  # what metrics begin with
 
 
+def _is_of_text(key: str) -> bool:
+    """Whether it is the loss of a text of data.validation."""
+    return key not in (Metric.VAL_LOSS, Metric.VAL_LOSS_EMA) and is_loss(key)
+
+
 def _main_scores(event: dict[str, Any]) -> dict[str, float]:
     """The best-known figure of each task: acc_norm, else acc, else its first."""
     figures: dict[str, dict[str, float]] = {}
     for key, value in event.items():
         task, _, name = key.rpartition("/")
-        if task not in _NO_TASKS and not key.startswith(OWN):
+        if task not in _NO_TASKS and not key.startswith((OWN, "val/")):
             figures.setdefault(task, {})[name] = value
     return {task: of.get("acc_norm", of.get("acc", next(iter(of.values())))) for task, of in figures.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gptexp.config.metrics import Metric
+from gptexp.config.metrics import Metric, bits_metric
 from gptexp.loggers.alerts import Alerts
 from gptexp.model.flops import Utilisation
 from gptexp.model.loss import bits_per_byte, perplexity
@@ -50,11 +50,11 @@ class RunLog:
         sinks: list[Sink],
         utilisation: Utilisation,
         alerts: Alerts,
-        val_bytes_per_token: float | None = None,
+        val_bytes_per_token: Mapping[str, float] = MappingProxyType({}),
         earlier_steps: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.sinks, self.utilisation, self.alerts = sinks, utilisation, alerts
-        self.val_bytes_per_token = val_bytes_per_token
+        self.val_bytes_per_token = val_bytes_per_token  # name of a validation loss -> bytes of a target of its text
         self.earlier_steps = earlier_steps  # kind of event -> the steps for which earlier attempts have logged it
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -82,8 +82,9 @@ class RunLog:
         values = {"step": step, "tokens": tokens, "flops": tokens * self.utilisation.flops_per_token_palm, **found}
         if (loss := found.get(Metric.VAL_LOSS)) is not None:
             values[Metric.VAL_PPL] = perplexity(loss)
-            if self.val_bytes_per_token is not None:
-                values[Metric.VAL_BPB] = bits_per_byte(loss, self.val_bytes_per_token)
+        for name, bytes_per_token in self.val_bytes_per_token.items():
+            if (loss := found.get(name)) is not None:
+                values[bits_metric(name)] = bits_per_byte(loss, bytes_per_token)
         self._emit("eval", values)
 
     def evaluation_of_checkpoint(self, name: str, step: int, tokens: int, found: Mapping[str, float | None]) -> None:

@@ -59,7 +59,8 @@ class TensorBoardSink(Sink):
     def write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind in ("step", "eval", "sharpness"):
-            names = event if kind == "eval" else Metric  # an evaluation has scores too, named by their tasks
+            # An evaluation has scores too, named by their tasks.
+            names = event if kind == "eval" else [*Metric, *(name for name in event if name.startswith("own/"))]
             drawn = [name for name in names if name not in AXES and isinstance(event.get(name), int | float)]
             self._log(event["tokens"], event["time"], scalars({name: event[name] for name in drawn}))
         elif kind == "sample":

@@ -45,6 +45,7 @@ from gptexp.process.errors import ConfigError
 from gptexp.run.evaluations import build_evaluations
 from gptexp.run.first_weights import load_first_weights
 from gptexp.run.job import Decision, Job, Prepared
+from gptexp.run.own_evaluation import OwnMetrics
 from gptexp.run.summary import about
 from gptexp.storage import run_dir
 from gptexp.storage.checkpoint import Keep, refuse_other_size
@@ -274,6 +275,7 @@ def build_training(job: Job, prepared: Prepared, decision: Decision) -> Training
         noise_half_life_tokens=None if unmeasured else noise_half_life(cfg, cfg.run_length[1]),
         profiler=profiler,
         checkpoints=checkpoints,
+        own_metrics=OwnMetrics(cfg.log.metrics if rank.is_main else (), gpt, prepared.device),
     )
 
 

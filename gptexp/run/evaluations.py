@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from gptexp.config.metrics import Metric
+from gptexp.config.metrics import Metric, of_text
 from gptexp.config.rules import NEEDS_END
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import HELLASWAG, DataConfig
 from gptexp.data.cache import downloads_dir
 from gptexp.data.downloads import downloaded
 from gptexp.data.hellaswag import VALIDATION, read_examples
+from gptexp.data.loader import Dataset
 from gptexp.data.tokenizer import Tokenizer, load_tokenizer
 from gptexp.distributed.group import agree
 from gptexp.distributed.ranks import Rank
@@ -51,8 +52,11 @@ def build_evaluations(
     cfg, rank, device, context = job.cfg.train, job.rank, prepared.device, step.forward_context
     tasks_every = cfg.eval_tasks_every_tokens
 
-    def loss() -> float:
-        return validation_loss(gpt, prepared.dataset, plan.batch.micro_batch_size, rank, device, context)
+    def loss(dataset: Dataset = prepared.dataset) -> float:
+        return validation_loss(gpt, dataset, plan.batch.micro_batch_size, rank, device, context)
+
+    def losses_of_texts(_: TrainState) -> dict[str, float]:
+        return {of_text(Metric.VAL_LOSS, name): loss(text) for name, text in prepared.dataset.texts.items()}
 
     def averaged_loss(average: WeightAverage, _: TrainState) -> dict[str, float]:
         with average.in_place_of_weights():
@@ -79,6 +83,8 @@ def build_evaluations(
     evaluations = []
     if len(prepared.dataset.val_starts):
         evaluations.append(Evaluation("validation", plan.eval_every_tokens, lambda _: {Metric.VAL_LOSS: loss()}))
+        if prepared.dataset.texts:
+            evaluations.append(Evaluation("texts", plan.eval_every_tokens, losses_of_texts))
         if average is not None:
             evaluations.append(Evaluation("average", plan.eval_every_tokens, partial(averaged_loss, average)))
         if HELLASWAG in cfg.eval_tasks:
@@ -90,8 +96,9 @@ def build_evaluations(
         evaluations.append(Evaluation(f"own {entry['name']}", entry["every_tokens"], measure))
     if cfg.sharpness_every_tokens:
         evaluations.append(Evaluation("sharpness", cfg.sharpness_every_tokens, sharpness, of_checkpoint=True))
-    passes = 1 if average is None else 2
-    return Evaluations(plan, evaluations, passes * len(prepared.dataset.val_starts))
+    windows = (1 if average is None else 2) * len(prepared.dataset.val_starts)
+    windows += sum(len(text.val_starts) for text in prepared.dataset.texts.values())
+    return Evaluations(plan, evaluations, windows)
 
 
 def score_while_training(

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from gptexp.config.batch import legal_micro_batches
-from gptexp.config.parts import EVALUATIONS, in_one_line, name_of, own_lines, source_file
-from gptexp.config.schema import Config, parts_of
+from gptexp.config.parts import in_one_line, name_of, own_lines, source_file
+from gptexp.config.schema import LISTS, Config, parts_of
 from gptexp.distributed.group import wait_for
 from gptexp.distributed.ranks import Rank
 from gptexp.machine.device import is_out_of_memory
@@ -76,7 +76,7 @@ def explained(job: Job, store: dist.Store | None, effective: Effective, state: T
 def _failing_part(cfg: Config, error: Exception) -> str | None:
     """The setting of the part of the user's own that has raised the error, or has called what raised it."""
     files = {at.filename for at in traceback.extract_tb(error.__traceback__)}
-    sections = (found for found in parts_of(cfg) if found[0] != EVALUATIONS)
+    sections = (found for found in parts_of(cfg) if found[0] not in LISTS)
     return next((f"{group}={name_of(own)}" for group, own in sections if source_file(group, own) in files), None)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gptexp.config.batch import count_val_windows
-from gptexp.config.metrics import Metric
+from gptexp.config.metrics import Metric, bits_metric, of_text
 from gptexp.config.parts import is_part, origin
 from gptexp.config.schema import Config, result_deciding
 from gptexp.data.loader import build_dataset, val_bytes_per_token
@@ -156,7 +156,7 @@ def load_pretrained(source: Source, averaged: bool = False) -> tuple[Model, Toke
 def evaluate_checkpoint(
     loaded: LoadedRun, directory: Path, config: Config, of_the_run: bool, val_tokens: int | None = None
 ) -> dict[str, float]:
-    """Compute the validation loss and perplexity of a run's checkpoint on the validation text of `config`.
+    """Compute the validation losses and the perplexity of a run's checkpoint on the validation texts of `config`.
 
     If that text is the run's own (`of_the_run`), raises `DataError` unless its hash is the one that the run trained on.
     `val_tokens` limits the number of held-out tokens that are used; raises `ConfigError` if the run has fewer.
@@ -175,16 +175,19 @@ def evaluate_checkpoint(
             f"{directory}: trained on other tokens ({trained_on}) than data={config.data.name} contains now "
             f"({dataset.hash}), so the held-out text may be part of the training text; give --data FILE"
         )
-    context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
-    with step_context(loaded.effective):
-        loss = validation_loss(loaded.model, dataset, batch_size, Rank(), loaded.device, context)
-    tokens = len(dataset.val_starts) * dataset.seq_len
-    found = {"step": loaded.state.step, "tokens": tokens, Metric.VAL_LOSS: loss, Metric.VAL_PPL: perplexity(loss)}
+    found: dict[str, float] = {"step": loaded.state.step, "tokens": len(dataset.val_starts) * dataset.seq_len}
     if loaded.averaged:
         found["ema"] = True
+    context, batch_size = forward_context(loaded.effective), loaded.effective.micro_batch_size.value
     tokenizer = load_tokenizer(config.data.tokenizer, directory)
-    try:
-        return {**found, Metric.VAL_BPB: bits_per_byte(loss, val_bytes_per_token(dataset, tokenizer))}
-    except DataError as error:
-        warn(f"no val/bpb: {error}")
-        return found
+    texts = {of_text(Metric.VAL_LOSS, name): text for name, text in dataset.texts.items()}
+    for name, text in {Metric.VAL_LOSS: dataset, **texts}.items():
+        with step_context(loaded.effective):
+            loss = found[name] = validation_loss(loaded.model, text, batch_size, Rank(), loaded.device, context)
+        if text is dataset:
+            found[Metric.VAL_PPL] = perplexity(loss)
+        try:
+            found[bits_metric(name)] = bits_per_byte(loss, val_bytes_per_token(text, tokenizer))
+        except DataError as error:
+            warn(f"no bits per byte: {error}")
+    return found

@@ -6,6 +6,7 @@ import torch
 
 from gptexp.config.branching import first_step
 from gptexp.config.fitted import other_text
+from gptexp.config.metrics import Metric, of_text
 from gptexp.data.loader import Dataset, val_bytes_per_token
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import gather
@@ -52,7 +53,7 @@ def open_log(job: Job, decision: Decision, training: Training, used: Utilisation
     cfg, directory, effective, state = job.cfg, job.directory, decision.effective, decision.state
     plan, schedule = training.plan, training.plan.schedule
     if not job.rank.is_main:
-        return RunLog([], used, Alerts(schedule.warmup_tokens, cfg.optim.grad_clip))
+        return RunLog([], used, Alerts(schedule.warmup_ends, cfg.optim.grad_clip))
     about = training.checkpoints.about
     metadata = {**about, "effective": effective.to_dict(), "mfu": used.to_dict()}
     for_wandb = {**about["config"], **{key: value for key, value in metadata.items() if key != "config"}}
@@ -73,8 +74,13 @@ def open_log(job: Job, decision: Decision, training: Training, used: Utilisation
     # The console is built last, so that no line is printed into its bar; it is first in the list, to print at once.
     if console := build_console(cfg.log.progress, plan.steps, plan.tokens, state):
         sinks.insert(0, console)
-    alerts = Alerts(schedule.warmup_tokens, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
-    bytes_per_token = _val_bytes_per_token(cfg.data.tokenizer, training.dataset)
+    alerts = Alerts(schedule.warmup_ends, cfg.optim.grad_clip, job.stop.deadline, metrics.alerts_before)
+    texts = {of_text(Metric.VAL_LOSS, name): text for name, text in training.dataset.texts.items()}
+    bytes_per_token = {
+        name: length
+        for name, text in {Metric.VAL_LOSS: training.dataset, **texts}.items()
+        if (length := _val_bytes_per_token(cfg.data.tokenizer, text)) is not None
+    }
     return RunLog(sinks, used, alerts, bytes_per_token, metrics.earlier_steps)
 
 
@@ -85,5 +91,5 @@ def _val_bytes_per_token(tokenizer: str, dataset: Dataset) -> float | None:
     try:
         return val_bytes_per_token(dataset, load_tokenizer(tokenizer, dataset.directory))
     except DataError as error:
-        warn(f"val/bpb is not logged: {error}")
+        warn(f"bits per byte are not logged: {error}")
         return None

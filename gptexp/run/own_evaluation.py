@@ -1,15 +1,15 @@
-"""An evaluation of the user's own: an entry of train.evaluations, which rank 0 calls while training waits."""
+"""Metrics of the user's own: the entries of train.evaluations and log.metrics, which rank 0 calls."""
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptexp.config.parts import EVALUATIONS, bound, in_one_line, own_lines
+from gptexp.config.parts import EVALUATIONS, METRICS, bound, in_one_line, own_lines
 from gptexp.data.loader import val_batches
 from gptexp.data.tokenizer import load_tokenizer
 from gptexp.distributed.group import agree
@@ -46,8 +46,7 @@ class OwnEvaluation:
             with torch.no_grad(), self.context(), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 metrics = self._metrics(self.call(self.gpt, tokenizer, self._batches()))
         except (Exception, SystemExit) as error:  # whatever the user's code raises
-            for line in (f"{EVALUATIONS}: {self.name}: {in_one_line(error)}; training continues", *own_lines(error)):
-                warn(line)
+            _warn_of(EVALUATIONS, self.name, error, "training continues")
             metrics = {}
         self.gpt.train(was_training)
         for p, gradient in zip(self.gpt.parameters(), gradients, strict=True):
@@ -67,11 +66,47 @@ class OwnEvaluation:
 
     def _metrics(self, result: Any) -> dict[str, float | None]:
         """The numbers that the evaluation has returned. Raises `TypeError` if it has returned something else."""
-        named = {f"/{key}": value for key, value in result.items()} if isinstance(result, Mapping) else {"": result}
         metrics = dict[str, float | None]()
-        for key, value in named.items():
-            metric, number = f"eval/{self.name}{key}", float(value)
+        for metric, value in _named(f"eval/{self.name}", result).items():
+            number = float(value)
             metrics[metric] = number if math.isfinite(number) else None
             if metrics[metric] is None:
                 warn(f"{EVALUATIONS}: {metric} is {number}, which is logged as null")
         return metrics
+
+
+class OwnMetrics:
+    """All entries of log.metrics. One that fails prints a warning and is not called again."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]], gpt: Model, device: torch.device) -> None:
+        self.calls = {entry["name"]: bound(METRICS, SimpleNamespace(**entry)) for entry in entries}
+        self.gpt, self.devices = gpt, [device] if device.type == "cuda" else []
+
+    def __call__(self) -> dict[str, float | Tensor]:
+        """The metrics own/NAME, or own/NAME/KEY, of the weights and gradients now."""
+        found: dict[str, float | Tensor] = {}
+        for name, call in [*self.calls.items()]:
+            try:
+                with torch.no_grad(), torch.random.fork_rng(self.devices):
+                    found |= {key: _scalar(value) for key, value in _named(f"own/{name}", call(self.gpt)).items()}
+            except (Exception, SystemExit) as error:  # whatever the user's code raises
+                _warn_of(METRICS, name, error, "it is not called again")
+                del self.calls[name]
+        return found
+
+
+def _named(metric: str, result: Any) -> dict[str, Any]:
+    """The values that the user's code has returned, by the names of their metrics."""
+    if isinstance(result, Mapping):
+        return {f"{metric}/{key}": value for key, value in result.items()}
+    return {metric: result}
+
+
+def _scalar(value: Any) -> float | Tensor:
+    """A copy of a number, without waiting for a GPU. Raises an error for anything else."""
+    return value.detach().reshape(()).clone() if isinstance(value, Tensor) else float(value)
+
+
+def _warn_of(key: str, name: str, error: BaseException, then: str) -> None:
+    for line in (f"{key}: {name}: {in_one_line(error)}; {then}", *own_lines(error)):
+        warn(line)

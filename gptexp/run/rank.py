@@ -208,7 +208,7 @@ def _decide(job: Job, prepared: Prepared) -> Decision:
     checkpoints = directory / run_dir.CHECKPOINTS
     _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
     latest = checkpoint.load_latest(checkpoints)
-    parent = branch.find(cfg.branch_from) if latest is None else None
+    parent = branch.find(cfg) if latest is None else None
     saved = directory if parent is None else parent.directory
 
     effective = resolve(cfg, prepared.device, job.rank, load_effective(saved), dataset.n_vocab)

@@ -112,7 +112,9 @@ def _validation(cfg: Config, t: Training) -> str:
     found = len(t.dataset.val_starts) * t.plan.batch.seq_len
     asked = cfg.data.val_tokens if cfg.data.val_ratio is None else found
     is_short = found + t.plan.batch.seq_len <= asked
-    return f"{found:,} for validation{f', fewer than data.val_tokens={asked:,}' if is_short else ''}"
+    texts = {name: len(text.val_starts) * text.seq_len for name, text in t.dataset.texts.items()}
+    more = "".join(f", {tokens:,} of {name}" for name, tokens in texts.items())
+    return f"{found:,} for validation{f', fewer than data.val_tokens={asked:,}' if is_short else ''}{more}"
 
 
 def start_event(directory: Path, t: Training, state: TrainState, about: dict[str, Any]) -> str:

@@ -1,25 +1,33 @@
-"""`branch_from`: finds the checkpoint of another run that a run continues, before torch is loaded."""
+"""`branch_from`, `continue_from`: finds the checkpoint of another run that a run continues, before torch is loaded."""
 
 import hashlib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from gptexp.config.branching import Parent
+from gptexp.config.branching import Parent, start_of
 from gptexp.config.schema import Config, from_dict, result_deciding
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
 from gptexp.storage import reader, run_dir
+from gptexp.storage.inventory import located
 
 
-def find(branch_from: str | None) -> Parent | None:
-    """The checkpoint that `branch_from` names; None if it is null. Hashes of weights are not checked.
+def find(cfg: Any) -> Parent | None:
+    """The checkpoint with which the run of a composed or saved config begins; None if it begins with no other run's.
 
-    Raises `ConfigError`, or `CheckpointError` if the run has no checkpoint that can be read.
+    Hashes of weights are not checked. Raises `ConfigError`, or `CheckpointError` if no checkpoint can be read.
     """
-    if branch_from is None:
+    start = start_of(cfg)
+    if start is None:
         return None
-    name, checkpoint = run_dir.run_and_checkpoint(branch_from)
-    given, directory = f"branch_from={shown(branch_from)}", Path(name).absolute()
+    key, value = start
+    given = f"{key}={shown(value)}"
+    try:
+        name, checkpoint = run_dir.run_and_checkpoint(located(value))
+    except ConfigError as error:
+        raise ConfigError(f"{key}={error}", error.code) from None
+    directory = Path(name).absolute()
     _refuse_no_run(given, directory)
     try:
         config = run_dir.load_config(directory)
@@ -33,7 +41,7 @@ def find(branch_from: str | None) -> Parent | None:
     for path in published if step is None else [path for path in published if run_dir.step_of(path) == step]:
         with suppress(CheckpointError):
             return _of_checkpoint(path, directory, config, steps)
-    raise CheckpointError(f"{given}: the checkpoint is damaged; branch from another one")
+    raise CheckpointError(f"{given}: the checkpoint is damaged; give another one")
 
 
 def _refuse_no_run(given: str, directory: Path) -> None:

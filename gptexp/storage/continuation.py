@@ -43,7 +43,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
     if completed and set(changed) & {"train.max_tokens", "train.max_steps", "train.epochs"}:
         raise ConfigError(
             f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
-            f"with init_from={directory}"
+            f"that warms up again, with continue_from={directory}"
         )
     lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
     if config.branch_from != before.branch_from and not _has_moved(directory, config):
@@ -55,7 +55,7 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
 
 def _has_moved(directory: Path, config: Config) -> bool:
     """Whether the run in `directory` branched from the checkpoint that `config` names by another path."""
-    parent, begun = branch.find(config.branch_from), run_dir.read_json(directory / run_dir.SUMMARY).get("branched_from")
+    parent, begun = branch.find(config), run_dir.read_json(directory / run_dir.SUMMARY).get("branched_from")
     return parent is not None and isinstance(begun, dict) and begun.get("checkpoint") == parent.identity
 
 

@@ -5,6 +5,7 @@ checkpoint of nanoGPT or build-nanogpt. This file checks what can be checked bef
 run/first_weights.py reads the weights.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from gptexp.process.fields import AUTO
 from gptexp.process.imports import permanent
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
+from gptexp.storage.inventory import located
 from gptexp.storage.reader import read_json
 
 MOST_UNUSED = 1023  # most rows of the embedding without an id: with more, the weights are for another tokenizer
@@ -80,10 +82,17 @@ def of_config(init_from: str, weights: bool = False) -> Source:
 
 
 def with_step(config: Config) -> Config:
-    """`config` with the step of the checkpoint in place of `best` in `init_from`: another one may be the best later.
+    """`config` with the path of the run that `init_from` names (`located`), if it names none of the hub.
 
-    Raises `ConfigError` if that run has no best checkpoint.
+    In place of `best` it has the step of the checkpoint: another one may be the best later. Raises `ConfigError` if
+    that run has no best checkpoint.
     """
+    if config.init_from is not None and not is_hub_model(config.init_from):
+        try:
+            path = located(config.init_from)
+        except ConfigError as error:
+            raise ConfigError(f"init_from={error}", error.code) from None
+        config = replace(config, init_from=os.path.abspath(path))  # noqa: PTH100
     directory, checkpoint = run_dir.run_and_checkpoint(config.init_from or "")
     if checkpoint != run_dir.BEST or not run_dir.is_run(Path(directory)):
         return config

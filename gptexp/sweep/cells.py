@@ -167,7 +167,7 @@ def draft_cells(
         values = {key: value for key, _, value in pairs if key in swept}
         parent, checked, problems = None, None, list[Problem]()
         try:
-            parent = branch.find(composition.branch_from)
+            parent = branch.find(composition)
             checked = with_step(to_config(composition, overrides, launcher_world_size(), parent, count_epoch))
         except ConfigError as error:
             problems = error.problems
@@ -263,11 +263,11 @@ class CellNames:
         others = {key: value for key, value in values.items() if key not in deciding}
         if config.data.tokenizer not in NAMES:
             deciding["data.tokenizer"] = "a file"
-        if (parent := branch.find(config.branch_from)) is not None:
+        if (parent := branch.find(config)) is not None:
             deciding["branch_from"] = parent.identity
-            others.pop("branch_from", None)
-            if "branch_from" in values:
-                values["branch_from"] = parent.short_name
+            for key in {"branch_from", "continue_from"} & values.keys():
+                others.pop(key, None)
+                values[key] = parent.short_name
         text = repr(config.data)
         if text not in self._texts:
             self._texts[text] = _data_identity(config)
@@ -375,9 +375,9 @@ def fixed_arguments(config: DictConfig) -> list[str]:
 
 
 def _runs_branched_from(config: DictConfig) -> list[str]:
-    """The runs that the values of a swept `branch_from` name, without their steps."""
+    """The runs that the values of a swept `branch_from` or `continue_from` name, without their steps."""
     merged = with_arguments(config.hydra.sweeper.get("params"), config.hydra.overrides.task)
-    overrides = [part["branch_from"] for part in merged if "branch_from" in part]
+    overrides = [part[key] for part in merged for key in ("branch_from", "continue_from") if key in part]
     values = [str(v) for o in overrides for v in (o.sweep_iterator() if o.is_sweep_override() else [o.value()])]
     return sorted({os.path.abspath(run_dir.run_and_checkpoint(value)[0]) for value in values})  # noqa: PTH100  Path.absolute keeps `..`
 
@@ -401,8 +401,9 @@ def name_sweep(config: DictConfig) -> None:
     fixed = {key: value for key, value in deciding.items() if not {key, key.split(".")[0]} & {*swept}}
     if "model" in swept:
         fixed.pop("optim.lr", None)  # each model file sets its own
-    if "branch_from" in swept:
-        fixed["branch_from"] = _runs_branched_from(config)
+    for key in ("branch_from", "continue_from"):
+        if key in swept or (key == "continue_from" and config[key] is not None):
+            fixed[key] = _runs_branched_from(config)
     identity = json.dumps({**fixed, "swept": swept, "data": _text_as_given(config.data)}, default=str)
     with open_dict(config):
         config.sweep.name = f"sweep-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

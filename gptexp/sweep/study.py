@@ -8,6 +8,7 @@ from typing import Any
 from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
+from gptexp.reporting.listings.records import read_run
 from gptexp.storage import locks, run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
@@ -182,8 +183,9 @@ class Study:
         summary = run_dir.read_summary(cell.directory)
         status = summary.get("status")
         # Another command that ran the same trial may have told its result.
-        if status == "completed" and "final_val_loss" in summary:
-            self.study.tell(number, summary["final_val_loss"], skip_if_finished=True)
+        loss = read_run(cell.directory).loss if status == "completed" else None
+        if loss is not None:
+            self.study.tell(number, loss, skip_if_finished=True)
         elif status == "diverged":
             vocabulary = run_dir.load_resolved(cell.directory).model
             self.study.tell(number, math.log(vocabulary.resolved_vocab_size), skip_if_finished=True)

@@ -5,14 +5,12 @@ starts the process of a cell.
 """
 
 import itertools
-import math
 import random
 import signal
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.plugins import Plugins
@@ -28,8 +26,8 @@ from gptexp.process.cores import count_cores
 from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, InUseError, UserError
 from gptexp.process.fields import LIMIT, parse_count
 from gptexp.process.imports import permanent
-from gptexp.process.signals import SAME_REQUEST_S, STOPPED, handled
-from gptexp.process.terminal import for_people, leave_terminal, say, terminal_width, warn
+from gptexp.process.signals import STOPPED, collected
+from gptexp.process.terminal import for_people, say, terminal_width, warn
 from gptexp.process.words import counted, duration, shown
 from gptexp.run.requirements import require_tasks
 from gptexp.storage import run_dir
@@ -206,7 +204,7 @@ class CellSweeper(Sweeper):
         cell starts any more.
         """
         running: list[Iterator[None]] = []
-        with nullcontext() if self.on_ranks else _added_to(signals):
+        with nullcontext() if self.on_ranks else collected(signals):
             try:
                 if self.places.at_once is None:
                     self.places = Places(self.try_places(signals))
@@ -458,27 +456,6 @@ def _wait(process: Process, signals: Sequence[int]) -> Generator[None, None, int
         sent = len(signals)
         yield
     return code
-
-
-@contextmanager
-def _added_to(signals: list[int]) -> Iterator[None]:
-    """Append the `handled` signals to `signals` when they come."""
-    last = -math.inf
-
-    def add(number: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        if number == signal.SIGHUP:
-            leave_terminal()
-        if time.monotonic() - last >= SAME_REQUEST_S:
-            last = time.monotonic()
-            signals.append(number)
-
-    before = {number: signal.signal(number, add) for number in handled()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _summary(cell: Cell) -> dict[str, Any]:

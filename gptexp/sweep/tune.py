@@ -439,7 +439,7 @@ class TuneSweeper(CellSweeper):
                 self.known[directory] = run
             return self.known[directory]
 
-        return find_runs(self.directory, read)
+        return find_runs(self.directory, read, self.config.sweep.objective)
 
     def _end_range(self, arm: SearchArm, trial: Trial, draft: Draft) -> None:
         """End the range of an arm at the last value before a trial that the rules of the key accept.

@@ -37,7 +37,7 @@ class Evaluations:
     """The evaluations of a run. Those of the weights come before those of checkpoints; validation is the very first."""
 
     def __init__(self, plan: RunPlan, evaluations: Sequence[Evaluation], validated_sequences: int) -> None:
-        """`validated_sequences`: sequences of one validation, counted twice if averaged weights are validated too."""
+        """`validated_sequences`: sequences of all forward passes of one validation."""
         self._plan, self._all, self._validated_sequences = plan, evaluations, validated_sequences
         self._of_weights = [each for each in evaluations if not each.of_checkpoint]
         self._seconds: dict[str, float] = {}  # name -> duration of its previous evaluation

@@ -8,11 +8,12 @@ gradient norm is non-finite on any rank does not update the weights, unless noth
 import gc
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from gptexp.config.metrics import Metric
 from gptexp.config.noise_scale import Norms
@@ -59,6 +60,7 @@ class Training:
     noise_half_life_tokens: float | None  # half-life of the average noise scale; None: not measured
     profiler: StepProfiler | None
     checkpoints: Checkpoints
+    own_metrics: Callable[[], Mapping[str, float | Tensor]] = dict  # of logged steps
 
 
 def fit(t: Training, state: TrainState, stop: StopRequest, log: RunLog) -> str | None:
@@ -200,6 +202,7 @@ class _Loop:
             slowest=SlowestRank(self.work_ms, t.device)
             if t.rank.world_size > 1 and self.is_logged(step.number)
             else None,
+            own=self.t.own_metrics if self.is_logged(step.number) else dict,
         )
         lr_factor = t.plan.schedule.lr_factor(step.tokens_before, step.batch.total_batch_size)
         noise = self.noise(step)
@@ -267,6 +270,7 @@ class _Loop:
                 Metric.REDUCE_MS: None if t.step.parameters.split else exposed_reduce_ms(t.step.model),
                 **(straggler(*numbers.work, t.rank.world_size) if numbers.work is not None else {}),
                 **measured,
+                **{name: float(value) for name, value in queued.report.own.items()},
                 Metric.DATA_FINGERPRINT: f"{self.state.fingerprint:016x}",
             }
         )

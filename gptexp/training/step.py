@@ -1,6 +1,6 @@
 """One training step: micro-steps, reduction, clipping, update."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ class Probe:
 
     small_gradients: SmallGradients | None = None  # the norms of the first micro-batches' gradients
     slowest: SlowestRank | None = None  # the slowest rank of the last logged step
+    own: Callable[[], Mapping[str, float | Tensor]] = dict  # the user's, of weights and gradients before the update
 
     def backward(self, micro_step: int, divisor: int) -> AbstractContextManager[None]:
         """Return the context for a micro-step's backward pass."""
@@ -97,6 +98,7 @@ class TrainStep:
             nn.utils.clip_grads_with_norm_(self.parameters.named.values(), self.grad_clip, grad_norm)
         report.complete(grad_norm)
         timer.mark(Metric.CLIP_MS)
+        report.own = probe.own()
         step_if(report.finite, self.optimizer, self.may_spoil)
         if self.reduction.keeps_gradients:
             torch._foreach_zero_(self.parameters.gradients())  # most optimizers would begin a kernel for each tensor

@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -75,6 +77,7 @@ class StepReport:
     finite: Tensor  # whether loss and norm are finite; 0-dim, bool, on the device, equal on all ranks
     _values: Tensor
     _event: torch.cuda.Event | None = None
+    own: Mapping[str, float | Tensor] = MappingProxyType({})  # `Probe.own`
 
     def __init__(
         self,

@@ -2,12 +2,11 @@
 
 import sys
 from argparse import Action
-from importlib import import_module
 
 import pytest
 
 from gptexp.cli import VERBS
-from gptexp.command.arguments import Parser
+from gptexp.command.arguments import Parser, module_of
 from gptexp.command.completion import _arguments
 from gptexp.process.errors import UserError
 
@@ -25,7 +24,7 @@ def test_an_option_with_one_value_is_given_once(
         flag, value = action.option_strings[-1], str(next(iter(action.choices or ()), 1))
         monkeypatch.setattr(sys, "argv", [f"gptexp {verb}", flag, value, flag, value])
         with pytest.raises((SystemExit, UserError)) as refused:
-            import_module(f"gptexp.{verb}").main(sys.argv[1:])
+            module_of(verb).main(sys.argv[1:])
         assert 2 in (getattr(refused.value, "code", None), getattr(refused.value, "exit_code", None))
         [*_, line] = (str(refused.value) + capsys.readouterr().err).splitlines()
         assert flag in line
@@ -53,7 +52,7 @@ def test_a_wrong_count_is_refused_with_the_option_the_value_and_the_rule_by_ever
     for verb, flag in options:
         for wrong in ("1m", "0.3", "x" * 9999):
             with pytest.raises(SystemExit) as refused:
-                import_module(f"gptexp.{verb}").main([flag, wrong])
+                module_of(verb).main([flag, wrong])
             assert refused.value.code == 2
             line = capsys.readouterr().err.splitlines()[-1]
             assert flag in line

@@ -167,7 +167,7 @@ def test_a_branch_tells_where_it_began(constant: Path, tmp_path: Path) -> None:
     directory = tmp_path / "branch"
     assert train(directory, composed([f"branch_from={constant}@12", "schedule=wsd"])) == 0
     found = summary(directory)
-    identity = branch.find(f"{constant}@12")
+    identity = branch.find(Config(branch_from=f"{constant}@12"))
     assert identity is not None
     assert found["branched_from"] == {
         "run": str(constant), "step": 12, "tokens": 12 * 128, "checkpoint": identity.identity,
@@ -372,7 +372,10 @@ def test_a_run_that_cannot_be_continued_is_refused_in_one_line(
 
 def test_the_time_of_a_check_does_not_grow_with_the_number_of_a_checkpoint(constant: Path) -> None:
     """A stranger's checkpoint may have any."""
-    config, parent = composed([f"branch_from={constant}@8", "schedule=wsd"]), branch.find(f"{constant}@8")
+    config, parent = (
+        composed([f"branch_from={constant}@8", "schedule=wsd"]),
+        branch.find(Config(branch_from=f"{constant}@8")),
+    )
     assert parent is not None
     parent.config.train.max_steps = config.train.max_steps = None
     parent.config.train.max_tokens = config.train.max_tokens = 2 * 128 * 10**15

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, ForkServer
 
 from gptexp.cli import VERBS
+from gptexp.command.arguments import module_of
 from gptexp.command.completion import NOT_FOR_USERS, candidates
 from gptexp.command.hydra_main import train_parser
 from gptexp.config.schema import Config
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gptexp report --wr", ["--write-optim"]),
         ("gptexp watch --", ["--help", "--port"]),
         ("gptexp compare mine/run outputs/g", ["outputs/grid", "outputs/grid/lr=1e-3,seed=2"]),
-        ("gptexp compare --", ["--help", "--json", "--output"]),
+        ("gptexp compare --", ["--help", "--json", "--objective", "--output"]),
         ("gptexp ls --status ru", ["running"]),
         ("gptexp ls --sort l", ["loss", "lr"]),
         ("gptexp verify --device ", ["auto", "cpu", "cuda"]),
@@ -77,7 +77,7 @@ def test_every_flag_of_a_verb_is_offered(verb: str, capsys: pytest.CaptureFixtur
     """Those that its help names, and of train also Hydra's, which are not in its help."""
     offered = candidates(f"gptexp {verb} --", VERBS)
     with suppress(SystemExit):
-        import_module(f"gptexp.{verb}").main(["--help"])
+        module_of(verb).main(["--help"])
     named = {*re.findall(r"(?<![\w-])--[a-z][\w-]+", capsys.readouterr().out)} - {"--nproc-per-node", "--multi"}
     assert offered is not None
     assert named <= {*offered}

@@ -81,7 +81,7 @@ def test_extending_a_completed_run_is_refused(finished: Finished, gptexp: Gptexp
         refused = gptexp("train", *overrides, longer, "hydra.run.dir=out")
         assert refused.returncode == 2
         assert "the run is completed, and its learning rate has decayed" in refused.stderr
-        assert re.search(rf"init_from=({tmp_path}/)?out", refused.stderr)
+        assert re.search(rf"continue_from=({tmp_path}/)?out", refused.stderr)
     assert {p: p.read_bytes() for p in (tmp_path / "out" / "checkpoints").rglob("*") if p.is_file()} == before
 
 

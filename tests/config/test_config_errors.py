@@ -168,7 +168,7 @@ def test_the_table_has_no_duplicates_and_each_code_of_the_rules() -> None:
 
 KEYS = {key: f for key, f, _, _ in every_key()}
 # A value of each kind that breaks a rule of some key.
-BAD_VALUES = (0, -1, 2, 1.5, float("nan"), 2**63, "..", "a b", " ", [""], {"project": "a"})
+BAD_VALUES = (0, -1, 2, 1.5, float("nan"), 2**63, "..", "a b", " ", [""], {"project": "a"}, {"a b": 1})
 
 
 @pytest.mark.parametrize("key", KEYS)

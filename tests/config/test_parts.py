@@ -418,7 +418,7 @@ def test_evaluations_have_the_keys_of_their_targets(lab: Path) -> None:
         ("{_target_: lab.evaluation.score, name: ../a}", [], "not-a-name"),
         ("{_target_: lab.evaluation.other}", [], "wrong-contract"),
         ("{name: a}", [], "not-a-target"),
-        ("{_target_: lab.evaluation.score},{_target_: lab.evaluation.score}", [], "evaluation-given-twice"),
+        ("{_target_: lab.evaluation.score},{_target_: lab.evaluation.score}", [], "metric-given-twice"),
         ("{_target_: lab.evaluation.score}", ["data.val_tokens=0"], "validation-off"),
         ("{_target_: lab.evaluation.score}", ["world.size=2", "world.sharding=full"], "needs-whole-model"),
         ("score", [], "wrong-type"),
@@ -426,6 +426,22 @@ def test_evaluations_have_the_keys_of_their_targets(lab: Path) -> None:
 )
 def test_a_wrong_evaluation_is_one_line(lab: Path, entry: str, more: list[str], code: str) -> None:
     assert refused(lab, f"train.evaluations=[{entry}]", *more)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "code"),
+    [
+        ("{_target_: lab.step.norms, kk: 1}", [], "unknown-key"),
+        ("{_target_: lab.step.norms, every_tokens: 1k}", [], "unknown-key"),
+        ("{_target_: lab.evaluation.other}", [], "wrong-contract"),
+        ("{_target_: lab.step.norms},{_target_: lab.step.norms}", [], "metric-given-twice"),
+        ("{_target_: lab.step.norms}", ["world.size=2", "world.sharding=full"], "needs-whole-model"),
+    ],
+)
+def test_a_wrong_metric_of_steps_is_one_line(lab: Path, entry: str, more: list[str], code: str) -> None:
+    (lab.parent / "lab/step.py").write_text("def norms(model, order: float = 2.0):\n    return 0.0\n")
+    assert composed(lab, "log.metrics=[{_target_: lab.step.norms}]").log.metrics[0]["order"] == 2.0
+    assert refused(lab, f"log.metrics=[{entry}]", *more)[0] == code
 
 
 def test_a_saved_config_is_read_without_an_import(lab: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import gptexp
 from gptexp import evaluate
 from gptexp.command.start import resume
+from gptexp.config.schema import Config
 from gptexp.process.errors import UserError
 from gptexp.process.signals import StopRequest
 from gptexp.run.load import load_pretrained
@@ -135,7 +136,7 @@ def test_a_run_starts_or_branches_from_it(run: Path, gptexp: Gptexp, tiny: list[
     assert run_dir.load_config(Path("branch")).branch_from == f"{run}@4"
     for name in ("run@4", "run/checkpoints/step-00000004"):
         assert find(name, "init_from").step == 4
-        assert (parent := branch.find(name)) is not None
+        assert (parent := branch.find(Config(branch_from=name))) is not None
         assert (parent.directory, parent.step) == (run, 4)
 
 

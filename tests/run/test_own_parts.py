@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import events, processes_of, runs, summary, wait_for
 from real_runs import begun, equal, newest
+from safetensors.torch import load_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_parts"
 OWN = ["--config-dir", str(EXAMPLE / "conf"), "optim=adan", "schedule=stairs"]
@@ -112,6 +113,56 @@ def test_an_evaluation_neither_changes_a_run_nor_ends_it(
     assert found[-1]["eval/drawn/nan"] is None
     assert re.search(r"eval/drawn/loss: [\d.]+ \| eval/drawn/id: .* \| eval/drawn/nan: not finite", done.stdout)
     assert found[-1]["eval/drawn/loss"] == pytest.approx(found[-1]["val/loss"], rel=0.2)
+
+
+STEP_METRICS = """
+import torch
+def gradient(model):
+    norms = [p.grad.norm() for p in model.parameters()]
+    torch.manual_seed(torch.randint(9, ()).item())
+    return {"norm": torch.stack(norms).norm(), "tensors": len(norms)}
+def weights(model, order: float = 2.0):
+    return sum(float(p.norm(order)) ** 2 for p in model.parameters()) ** 0.5
+def fails(model):
+    return torch.zeros(2)
+"""
+
+
+def test_metrics_of_steps_see_weights_and_clipped_gradients(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    """Over two ranks. The norms are those of the clipped gradient, and of the weights in the checkpoint."""
+    (tmp_path / "step.py").write_text(STEP_METRICS)
+    entries = [f"{{_target_: step.{name}}}" for name in ("gradient", "weights", "fails")]
+    names = ", ".join([*entries, "{_target_: my_lab.step_metric.norms, name: ratios, least_rows: 32}"])
+    argv = [*tiny, "world.size=2", "model.dropout=0.1", "optim.grad_clip=0.5", "train.log_every=2", "train.max_steps=6"]
+    argv += ["train.save_every=2", "train.keep_last=0"]
+    assert gptexp("train", *argv, "hydra.run.dir=plain").returncode == 0
+    env = {**lab, "PYTHONPATH": os.pathsep.join([str(tmp_path), lab["PYTHONPATH"]])}
+    done = gptexp("train", *argv, f"log.metrics=[{names}]", "log.tensorboard=true", "hydra.run.dir=own", env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("it is not called again") == 1
+    assert equal(tmp_path / "plain", tmp_path / "own")
+    logged = events(tmp_path / "own", "step")
+    assert [e["step"] for e in logged] == [0, 2, 4, 5]
+    for event in logged:
+        assert event["own/gradient/norm"] == pytest.approx(min(0.5, event["optim/grad_norm"]), rel=1e-4)
+    saved = load_file(tmp_path / "own/checkpoints/step-00000002/model.safetensors")
+    norm = sum(float(w.norm()) ** 2 for w in saved.values()) ** 0.5
+    assert [e["own/weights"] for e in logged if e["step"] == 2] == [pytest.approx(norm, rel=1e-6)]
+    assert {name for name in logged[0] if "ratios" in name} == {"own/ratios/wte.weight"} | {
+        f"own/ratios/h.0.{name}.weight" for name in ("attn.c_attn", "mlp.c_fc")
+    }
+    assert gptexp("report", "own").returncode == 0
+    assert {path.stem for path in (tmp_path / "own/pictures").iterdir()} >= {
+        "own-gradient",
+        "own-weights",
+        "own-ratios",
+    }
+    [shown] = json.loads(gptexp("compare", "own", "plain", "--json").stdout)["runs"][:1]
+    assert shown["own/weights"] == logged[-1]["own/weights"]
+    again = gptexp("train", "--like", "own", "hydra.run.dir=again", env=env)
+    assert (again.returncode, len(events(tmp_path / "again", "step"))) == (0, 4), again.stderr
 
 
 LSTM = ["model=lstm", "model.width=16", "model.dropout=0.1", "model.block_size=16"]

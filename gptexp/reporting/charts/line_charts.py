@@ -1,11 +1,14 @@
 """Charts with a line per run over its training: losses and noise scale; for one run or a few, other metrics too."""
 
+import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
+from gptexp.process.terminal import printable
 from gptexp.process.words import counted, uncapitalised
 from gptexp.reporting.charts import vega_lite as vl
 from gptexp.reporting.charts.batch_charts import PLAIN, PRECONDITIONED
@@ -121,7 +124,7 @@ def line_charts(lines: Lines) -> list[Figure]:
     charts = [*_loss_charts(lines), _noise_scale(lines)]
     charts += [_step_chart(lines, chart) for chart in STEP_CHARTS if lines.in_detail or not chart.in_detail]
     if lines.in_detail:
-        charts += _sharpness(lines)
+        charts += [*_metrics(lines), *_sharpness(lines)]
     return [chart for chart in charts if chart is not None]
 
 
@@ -381,6 +384,33 @@ def _sharpness(lines: Lines) -> Iterator[Figure]:
         spec["mark"]["point"] = {"size": 25}  # there are few points
         spec["encoding"] |= {"tooltip": tooltip(*lines.tooltip_fields, "of", "tokens", "value"), **vl.dashed(fields)}
         yield figure(key, title, _caption(lines, text, points), spec, is_diagnostic=True)
+
+
+def _metrics(lines: Lines) -> Iterator[Figure]:
+    """A chart of each metric that is not the validation's: of more texts, own ones (several by name in one), scores."""
+    several = defaultdict[str, list[str]](list)
+    for name in dict.fromkeys(name for run in lines.runs for name in run.metrics):
+        is_one_of_several = name.startswith(("own/", "eval/")) and name.count("/") > 1
+        several[name.rpartition("/")[0] if is_one_of_several else name].append(name)
+    for name, of in several.items():
+        short = {one: printable(one.removeprefix(f"{name}/")) for one in of}
+        points = [
+            {"tokens": point.tokens, "value": point.loss, "of": short[one], **_run_fields(lines, run, point)}
+            for run in lines.runs
+            for one in of
+            for point in run.curves.get(one, ())
+            if point.loss is not None
+        ]
+        spec = _line_spec(lines, points, vl.linear("value", printable(name)))
+        spec["mark"]["point"] = {"size": 25} if not name.startswith("own/") else False  # evaluations are few
+        if len(of) > 1:
+            spec["encoding"]["detail"] = [*spec["encoding"]["detail"], {"field": "of"}]
+            spec["encoding"]["tooltip"] = tooltip(*lines.tooltip_fields, "of", "tokens", "value")
+            if len(lines.runs) == 1:
+                spec["encoding"]["color"] = {
+                    "field": "of", "type": "nominal", "title": None, "legend": {"columns": 2, "labelLimit": 0}
+                }  # fmt: skip
+        yield figure(re.sub(r"\W", "-", name), printable(name), _caption(lines, ZOOM, points), spec, is_diagnostic=True)
 
 
 def _thinned(lines: Lines, points: Sequence[T], enough: int = THIN) -> Sequence[T]:

@@ -14,7 +14,7 @@ from gptexp.config.schema import fields_of
 from gptexp.process.errors import ConfigError
 from gptexp.process.fields import LIMIT
 from gptexp.reporting.listings.records import AXES, Run, differing_keys, find_runs
-from gptexp.reporting.listings.table import COLUMNS, values
+from gptexp.reporting.listings.table import columns_of, values
 from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.reader import open_bytes, parse_line
 
@@ -84,7 +84,7 @@ def load_sweep(directory: Path | str) -> "DataFrame":
         swept = {key: text for key, text in cell.values.items() if key not in known} if cell is not None else {}
         rows.append({**row, **_composed(run, swept), "problem": run.problem, "directory": run.directory})
     frame = pandas.DataFrame(rows)
-    numbers = [column.key for column in COLUMNS if column.form]
+    numbers = [column.key for column in columns_of(runs) if column.form]
     return frame.astype({key: float for key in numbers if frame[key].dtype == object})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.branching import first_step, first_tokens
-from gptexp.config.metrics import SHARPNESS, Metric
+from gptexp.config.metrics import SHARPNESS, Metric, bits_metric, is_loss
 from gptexp.config.noise_scale import Norms
 from gptexp.config.scaling import lr_factor, scaled_optim
 from gptexp.config.schedule import resolve_schedule
@@ -38,6 +38,8 @@ AXES = {  # key -> its field in `Run`, and what people call it
 }
 COMMIT_CHARS = 10
 END = 1 << 18  # bytes of metrics.jsonl that tell how far a run is
+OF_EVENTS = {"event", *(Metric.TIME, Metric.STEP, Metric.TOKENS, Metric.FLOPS)}  # what each event has
+OF_VALIDATION = (Metric.VAL_LOSS, Metric.VAL_LOSS_EMA, Metric.VAL_PPL, Metric.VAL_BPB)
 EVAL_EVENT = re.compile(rb'"event": "eval"')
 OPTIONAL = (Metric.LR, Metric.GRAD_NORM, Metric.CLIP_FRACTION, Metric.MFU_PALM, Metric.GNS_TOKENS, Metric.GNS_COS)
 WROTE_ITS_END = ("completed", "diverged", "interrupted")
@@ -113,6 +115,8 @@ class Run:
     val: list[Point] = field(default_factory=list)
     val_ema: list[Point] = field(default_factory=list)  # of the averaged weights, if train.ema_half_life_tokens is set
     bits_per_byte: float | None = None  # of the newest evaluation
+    objective: str = Metric.VAL_LOSS  # the metric that `loss` and `val` are, see `toward`
+    curves: dict[str, list[Point]] = field(default_factory=dict)  # each metric of evaluations, and own/NAME: its `loss`
     sharpness: list[Sharpness] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     fingerprints: dict[int, str] = field(default_factory=dict)  # tokens -> hash of all data read so far, as logged
@@ -128,6 +132,12 @@ class Run:
         """The share of the tokens trained so far; of a branch, those after its checkpoint. 0 if there is no config."""
         trained = self.summary.get("tokens", self.first_tokens) - self.first_tokens
         return float(trained / (self.of_tokens - self.first_tokens)) if self.of_tokens else 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of each metric that has no field of its own."""
+        newest = {name: curve[-1].loss for name, curve in self.curves.items() if name not in OF_VALIDATION}
+        return {name: value for name, value in newest.items() if value is not None}
 
     @property
     def best_loss(self) -> float | None:
@@ -164,7 +174,7 @@ def read_run(directory: Path, last_bytes: int | None = None) -> Run:
         of_tokens=of_tokens,
         branch=printable(Path(config.branch_from).name) if config.branch_from else None,
         first_tokens=first_tokens(config),
-        warmup_tokens=resolve_schedule(config, of_tokens).warmup_tokens,
+        warmup_tokens=resolve_schedule(config, of_tokens).warmup_ends,
         tags=list(map(printable, config.log.tags)),
         note=printable(config.log.note, LAYOUT) if config.log.note else None,
     )
@@ -177,7 +187,38 @@ def read_run(directory: Path, last_bytes: int | None = None) -> Run:
         _read_metrics(run, config, last_bytes)
     except OSError as error:
         run.problem = printable(f"{directory / run_dir.METRICS}: cannot be read ({error.strerror})")
-    return run
+    return toward(run, config.sweep.objective)
+
+
+def toward(run: Run, objective: str) -> Run:
+    """The run with the validation loss `objective` as its loss. The final loss is None if the run has not logged it."""
+    if objective == run.objective:
+        return run
+    curve, bits = run.curves.get(objective, []), run.curves.get(bits_metric(objective), [])
+    return replace(
+        run,
+        objective=objective,
+        loss=curve[-1].loss if curve and run.loss is not None else None,
+        val=curve,
+        val_ema=run.curves.get(Metric.VAL_LOSS_EMA, []) if objective == Metric.VAL_LOSS else [],
+        bits_per_byte=bits[-1].loss if bits else None,
+    )
+
+
+def objective_of(runs: Sequence[Run], asked: str | None = None) -> str:
+    """The loss that is `asked` for, else the one that the newest of `runs` was to minimise (`sweep.objective`).
+
+    Raises `ConfigError` if no run has logged the loss that is asked for.
+    """
+    if asked is None:
+        return max(runs, key=lambda run: run.started or datetime.min).objective
+    losses = sorted({name for run in runs for name in run.curves if is_loss(name)})
+    if asked not in losses:
+        rule = (
+            f"no run here has logged this loss; give {' or '.join(losses)}" if losses else "no run has been evaluated"
+        )
+        raise ConfigError(f"--objective {shown(asked)}: {rule}", "no-such-loss")
+    return asked
 
 
 def read_end(directory: Path) -> Run:
@@ -218,15 +259,14 @@ def positive_value(config: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def find_runs(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Run]:
+def find_runs(directory: Path, read: Callable[[Path], Run] = read_run, objective: str | None = None) -> list[Run]:
     """The run in `directory`, or else the cells of a sweep or of a folder of runs, sorted by name.
 
-    Raises `ConfigError` if `directory` is none of these.
+    Their loss is `objective` (`objective_of`). Raises `ConfigError` if `directory` is none of these.
     """
     run_dir.require_directory(directory, "a run or a sweep")
-    if run_dir.is_run(directory):
-        return [read(directory)]
-    return [read(path) for path in runs_together(directory)]
+    runs = [read(path) for path in ([directory] if run_dir.is_run(directory) else runs_together(directory))]
+    return [toward(run, objective_of(runs, objective)) for run in runs]
 
 
 def lr_scaling(config: Mapping[str, Any], batch: int) -> float:
@@ -291,6 +331,7 @@ def _read_metrics(run: Run, config: Config, last_bytes: int | None) -> None:
             if line.endswith(b"\n"):  # a line without an end is still being written
                 where = f"line {number}" if found.is_whole else "one of the last lines"
                 run.problem = printable(f"{path}: {where} is not a valid event")
+    run.val, run.val_ema = (run.curves.get(name, []) for name in (Metric.VAL_LOSS, Metric.VAL_LOSS_EMA))
     if run.train:
         if run.status not in run_dir.DONE:  # summary.json is only written when a run starts or stops
             last = run.train[-1]
@@ -311,11 +352,15 @@ def _add(run: Run, event: dict[str, Any], first: int) -> None:
     if event["event"] == "step":
         seconds += (step - last_step) * float(event[Metric.STEP_MS]) / 1e3
         run.train.append(_step(event, step, tokens, seconds, run))
+        for name in event:
+            if name.startswith("own/"):
+                run.curves.setdefault(name, []).append(Point(step, tokens, seconds, _number(event[name])))
         run.fingerprints[tokens] = str(event[Metric.DATA_FINGERPRINT])
     elif event["event"] == "eval":
-        run.val.append(Point(step, tokens, seconds, _number(event[Metric.VAL_LOSS])))
-        if Metric.VAL_LOSS_EMA in event:
-            run.val_ema.append(Point(step, tokens, seconds, _number(event[Metric.VAL_LOSS_EMA])))
+        event[Metric.VAL_LOSS]  # every evaluation has it
+        for name, value in event.items():
+            if name not in OF_EVENTS:
+                run.curves.setdefault(name, []).append(Point(step, tokens, seconds, _number(value)))
         run.bits_per_byte = _number(event.get(Metric.VAL_BPB))
     elif event["event"] == "sharpness":
         values = (_number(event.get(name)) for name in SHARPNESS)

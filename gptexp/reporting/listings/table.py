@@ -1,8 +1,10 @@
 """The table of runs: as values for scripts, as text for readers."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from gptexp.process.terminal import printable
 from gptexp.reporting.listings.progress import in_words
 from gptexp.reporting.listings.records import Run, scaled_keys, tokenizers
 from gptexp.reporting.listings.terminal_table import Column
@@ -42,16 +44,31 @@ COLUMNS = (
 )
 
 
+def columns_of(runs: Sequence[Run]) -> list[Column[Run]]:
+    """`COLUMNS`, and one for each other metric: more validation texts, own metrics, scores."""
+    return [*COLUMNS, *metric_columns(runs, of_steps=True)]
+
+
+def metric_columns(runs: Sequence[Run], of_steps: bool = False) -> list[Column[Run]]:
+    """A column for each other metric of evaluations, and `of_steps` if asked."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics if of_steps or not name.startswith("own/"))
+    return [Column(printable(name), printable(name), partial(_metric, name), ".4f") for name in names]
+
+
+def _metric(name: str, run: Run) -> float | None:
+    return run.metrics.get(name)
+
+
 def values(runs: Sequence[Run], config_keys: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each run: the keys of `COLUMNS`, `config_keys`, and those that are scaled with the batch size.
+    """A row for each run: the keys of `columns_of`, `config_keys`, and those that are scaled with the batch size.
 
     A scaled key has two columns: as configured, for example `optim.beta2`, and as used, `effective_optim.beta2`.
     The effective learning rate is `lr`.
     """
-    scaled = scaled_keys(runs)
+    scaled, columns = scaled_keys(runs), columns_of(runs)
     configured = [*config_keys, *(f"optim.{key}" for key in scaled)]
     return [
-        {column.key: column.value(run) for column in COLUMNS}
+        {column.key: column.value(run) for column in columns}
         | {key: run.config.get(key) for key in configured}
         | {f"effective_optim.{key}": run.optim.get(key) for key in scaled if key != "lr"}
         for run in runs
@@ -64,7 +81,7 @@ def informative(runs: Sequence[Run]) -> list[Column[Run]]:
     Bits per byte say nothing new about runs with one tokenizer.
     """
     columns = []
-    for column in COLUMNS:
+    for column in (*COLUMNS, *metric_columns(runs)):
         different = {column.value(run) for run in runs}
         is_new = len(different) > 1 or len(runs) == 1 or column is STATUS
         if different != {None} and is_new and (column is not BITS or len(tokenizers(runs)) > 1):

@@ -7,7 +7,7 @@ from gptexp.process.terminal import as_command
 from gptexp.process.words import duration, shown
 from gptexp.reporting.listings.progress import not_started
 from gptexp.reporting.listings.records import Run, tokenizers
-from gptexp.reporting.listings.table import BITS, LOSS, NAME, SPEED, STATUS, TOKENS, informative
+from gptexp.reporting.listings.table import BITS, LOSS, NAME, SPEED, STATUS, TOKENS, informative, metric_columns
 from gptexp.reporting.listings.terminal_table import Column
 from gptexp.reporting.page.overview import link_to
 from gptexp.reporting.page.report import Report
@@ -70,6 +70,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
         *map(_key_column, keys, _titles(keys)),
         *(losses if lowest is not None else [STATUS]),
         *([BITS] if len(tokenizers(runs)) > 1 else []),
+        *metric_columns(runs),
         *(column for column in (SPEED, TIME) if any(column.value(run) for run in runs)),
     ]
     shares = {cell.name: cell.share for cell in report.cells}
@@ -83,7 +84,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
 
 def results_table(runs: Sequence[Run]) -> CellsTable:
     """A row for each of `runs`, in their order: its name and its results."""
-    results = (LOSS, BEST_LOSS, BITS, STATUS, TOKENS, SPEED, TIME)
+    results = (LOSS, BEST_LOSS, BITS, *metric_columns(runs), STATUS, TOKENS, SPEED, TIME)
     columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
     columns = [NEWEST_LOSS if column is LOSS else column for column in columns]
     rows = [Row(run, run.share, False, link_to(run.directory.name), commands(run)) for run in runs]

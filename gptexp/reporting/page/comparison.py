@@ -14,14 +14,15 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from gptexp.config.metrics import Metric
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import as_command, printable, say
 from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.charts.line_charts import Lines, line_charts
 from gptexp.reporting.charts.pictures import bundle
 from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
-from gptexp.reporting.listings.records import Run, has_diverged, read_run, tokenizers
-from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS
+from gptexp.reporting.listings.records import Run, has_diverged, objective_of, read_run, tokenizers, toward
+from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS, metric_columns
 from gptexp.reporting.listings.terminal_table import print_in_blocks, texts_of
 from gptexp.reporting.page.cells_table import BEST_LOSS
 from gptexp.reporting.page.overview import Overview, as_started
@@ -102,9 +103,15 @@ class Comparison:
     report: Report  # what the page and the terminal show
 
 
-def compare(directories: Sequence[Path]) -> Comparison:
-    """Compare the runs in `directories`. Raises `ConfigError` if one is damaged."""
+def compare(directories: Sequence[Path], objective: str | None = None) -> Comparison:
+    """Compare the runs in `directories` by the validation loss `objective`. None: by `sweep.objective` if all have one.
+
+    Raises `ConfigError` if one is damaged, or if none has logged that loss.
+    """
     runs = list(_named(directories))
+    common = {run.objective for run in runs}
+    objective = objective_of(runs, objective or (Metric.VAL_LOSS if len(common) > 1 else None))
+    runs = [toward(run, objective) for run in runs]
     differing = differences(runs)
     labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, differing), strict=True)}
     analysis = analyse("comparison", runs)
@@ -302,13 +309,14 @@ def write_page(path: Path, comparison: Comparison) -> None:
 def numbers(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON values."""
     names = [run.name for run in comparison.runs]
+    columns = (*RESULTS, *metric_columns(comparison.runs, of_steps=True))
     return {
         "runs": [
             {
                 "run": run.name,
                 "label": comparison.labels[run.name],
                 "directory": str(run.directory),
-                **{column.key: column.value(run) for column in RESULTS},
+                **{column.key: column.value(run) for column in columns},
             }
             for run in comparison.runs
         ],
@@ -353,6 +361,8 @@ def show(comparison: Comparison, width: int | None = None) -> None:
     if not comparison.differences:
         say("\nNothing differs: configs, data, machines and versions are equal.")
     say()
-    print_in_blocks(("run", [run.name for run in runs]), texts_of(RESULTS, runs), [STATUS.title], width)
+    print_in_blocks(
+        ("run", [run.name for run in runs]), texts_of((*RESULTS, *metric_columns(runs)), runs), [STATUS.title], width
+    )
     say()
     show_findings(comparison.report, width)

@@ -9,6 +9,7 @@ from statistics import fmean
 from urllib.parse import quote
 
 from gptexp.config.blocks import in_words
+from gptexp.config.metrics import Metric
 from gptexp.config.paths import config_flags
 from gptexp.config.schema import ModelConfig
 from gptexp.config.spelling import as_typed
@@ -121,6 +122,8 @@ def _facts(directory: Path, analysis: Analysis, planned: Sequence[Run]) -> Itera
         "Data",
         _each((f"{r.config['data.name']}, tokenizer {r.config['data.tokenizer']}" for r in readable), "corpora"),
     )
+    if analysis.objective != Metric.VAL_LOSS:
+        yield "Loss", printable(analysis.objective)
     cells = [*readable, *planned]
     yield "Batch size", f"{_listed(sorted({run.batch for run in cells}), ',')} tokens a step"
     if ramps := [run.config for run in readable if run.config.get("batch.ramp_tokens")]:

@@ -51,6 +51,11 @@ class Report:
     search: SearchHistory | None = None  # of `gptexp tune`
 
     @property
+    def objective(self) -> str:
+        """The validation loss that the report is about."""
+        return self.analysis.objective
+
+    @property
     def laws(self) -> dict[str, Law]:
         """The law of each arm that has one: label, empty for the only arm, -> learning rate over the batch size."""
         return {arm.label: arm.law for arm in self.analysis.arms if arm.law is not None}
@@ -137,11 +142,13 @@ def build_report(
     given: Callable[[Path], Run] = read_run,
     behind_nats: float = BEHIND_NATS,
     within: float | None = None,
+    objective: str | None = None,
     drawing: Drawing | None = None,
 ) -> Report:
     """The report of the run or the sweep in `directory`; `given` reads a run directory, and may cache runs.
 
     `behind_nats`: see `arms.falls_behind`; `within`: see `proposals`; None is that of the search, if there was one.
+    `objective`: the validation loss that the report is about; None: that of the newest run (`sweep.objective`).
     `drawing` begins to draw the figures while the rest is computed.
 
     Raises `ConfigError` if `directory` holds neither.
@@ -152,7 +159,7 @@ def build_report(
     sweep = sweep_record.load(directory)
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
-    analysis = analyse(printable(directory.resolve().name), find_runs(directory, read))
+    analysis = analyse(printable(directory.resolve().name), find_runs(directory, read, objective))
     if within is None:
         within = search.within if search is not None else WITHIN
     if search is not None:

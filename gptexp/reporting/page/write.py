@@ -43,15 +43,19 @@ def write_report(
     directory: Path,
     behind_nats: float = BEHIND_NATS,
     within: float | None = None,
+    objective: str | None = None,
     drawing: Drawing | None = None,
 ) -> tuple[Report, list[Path]]:
     """Write `report.html`, `report.json`, `cells.csv` and `pictures/*.png` into `directory`, of a run or a sweep.
 
-    Returns the report and the files, the page first. For `behind_nats` and `within` see `build_report`; `drawing` is
-    one that has started already.
+    Returns the report and the files, the page first. For `behind_nats`, `within` and `objective` see `build_report`;
+    `drawing` is one that has started already.
     """
     with Drawing() if drawing is None else nullcontext(drawing) as drawing:
-        return _write(build_report(directory, behind_nats=behind_nats, within=within, drawing=drawing), drawing)
+        return _write(
+            build_report(directory, behind_nats=behind_nats, within=within, objective=objective, drawing=drawing),
+            drawing,
+        )
 
 
 def _write(report: Report, drawing: Drawing) -> tuple[Report, list[Path]]:
@@ -92,6 +96,7 @@ def numbers(report: Report) -> dict[str, Any]:
     analysis = report.analysis
     return {
         "name": analysis.name,
+        "objective": report.objective,
         "warnings": analysis.warnings,
         "answers": [asdict(answer) for answer in report.answers],
         "arms": [_arm(arm) for arm in analysis.arms],

@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from gptexp.config.metrics import Metric
 from gptexp.config.parts import SOURCE, TARGET
 from gptexp.config.rules import confounds_of
 from gptexp.config.schema import ModelConfig
@@ -163,6 +164,11 @@ class Analysis:
     arms: list[Arm]
     differing: list[str]  # the config's keys in which the arms differ
     warnings: list[str]
+
+    @property
+    def objective(self) -> str:
+        """The validation loss of `runs`; see `records.toward`."""
+        return next((run.objective for run in self.runs), Metric.VAL_LOSS)
 
     @property
     def named(self) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from statistics import fmean
 
+from gptexp.config.metrics import Metric
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted, listed
 from gptexp.reporting.listings.records import Run
@@ -35,12 +36,19 @@ DIFFERENT_SHARES = 0.25  # difference of two shares; five standard errors of a s
 
 def verdict(analysis: Analysis, behind_nats: float = BEHIND_NATS) -> Verdict:
     """The findings: on the arms side by side, then arm by arm. `behind_nats`: see `arms.falls_behind`."""
-    findings = [_labelled("", finding) for finding in arms_in_words(analysis.arms, behind_nats)]
+    findings = [
+        _labelled("", finding) for finding in (*_objective(analysis), *arms_in_words(analysis.arms, behind_nats))
+    ]
     caveats = []
     for arm in analysis.arms:
         findings += [_labelled(arm.label, finding) for finding in _findings(arm)]
         caveats += [_labelled(arm.label, finding) for finding in _caveats(arm)]
     return Verdict([Finding(printable(f"Warning: {line}.")) for line in analysis.warnings], [], findings, caveats)
+
+
+def _objective(analysis: Analysis) -> Iterator[Finding]:
+    if (loss := analysis.objective) != Metric.VAL_LOSS:
+        yield Finding(f"Every loss here is {loss}.")
 
 
 def _labelled(label: str, finding: Finding) -> Finding:
