@@ -47,7 +47,7 @@ from gptexp.process.terminal import ERRORS_TO
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import with_step
-from gptexp.storage.inventory import located
+from gptexp.storage.inventory import link_in_outputs, located
 
 if TYPE_CHECKING:
     from gptexp.model.own_model import Model
@@ -148,13 +148,16 @@ def train(
     if isinstance(config, Config):
         if config_dir is not None or config_name is not None:
             raise ConfigError("config_dir, config_name: are for overrides; a config depends on no other file")
-        place = Path(directory or f"{OUTPUTS}/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-python").absolute()
+        place = Path(
+            directory or f"{config.paths.outputs or OUTPUTS}/{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-python"
+        ).absolute()
         config = copy.deepcopy(config)
         config.world.size = config.world.size if world_size is None else world_size
         rules.check(config, config.world.size or 1)
         check_same(place, config)
         with run_dir.held(place):
             run_dir.save_config(place, config)
+            link_in_outputs(place, config.paths.outputs)
         _run(["resume", str(place)], quiet)
         return Run(place)
     overrides = [*config, *([] if world_size is None else [f"world.size={world_size}"])]

@@ -29,6 +29,7 @@ from gptexp.process.signals import StopRequest
 from gptexp.process.terminal import report_errors, say
 from gptexp.storage import run_dir
 from gptexp.storage.continuation import check_same
+from gptexp.storage.inventory import link_in_outputs
 
 if TYPE_CHECKING:
     from gptexp.command.leader import Leader  # imports torch
@@ -70,6 +71,7 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
         config.log.wandb.name = readable_name(cfg.hydra.runtime.choices["model"], config) + at
     check_same(directory, config)
     run_dir.save_config(directory, config)
+    link_in_outputs(directory, config.paths.outputs)
     if config.log.progress not in ("off", "json") and cfg.hydra.sweeper.get("key") != "optim.lr":
         source = lr_source(cfg.hydra) if config.branch_from is None else _lr_of_branch(config)
         say(f"learning rate   {lr_in_words(config.optim.lr, scaled_optim(config).lr)}, from {source}")

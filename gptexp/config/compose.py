@@ -47,6 +47,7 @@ from gptexp.config.paths import (
 )
 from gptexp.config.schema import (
     LISTS,
+    MOST_AUTO_TOKENS,
     PARTS,
     Config,
     FittedConfig,
@@ -61,7 +62,7 @@ from gptexp.config.vocabulary import NAMES
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.base import OptimConfig
 from gptexp.process.errors import ConfigError, Problem, UserError, first_line
-from gptexp.process.fields import LIMIT
+from gptexp.process.fields import AUTO, LIMIT
 from gptexp.process.words import counted, shown
 
 
@@ -70,7 +71,7 @@ def register_schema() -> None:
     """Make the schema, and the resolvers of `optim=fitted` and of a run's directory, known to Hydra."""
     OmegaConf.register_new_resolver("power_law", power_law, replace=True)
     OmegaConf.register_new_resolver("or_trial", or_trial, replace=True)
-    OmegaConf.register_new_resolver("outputs", lambda: str(OUTPUTS), replace=True)
+    OmegaConf.register_new_resolver("outputs", lambda given: str(given or OUTPUTS), replace=True)
     Plugins.instance()  # registers the source of files that `PartFiles` replaces
     SourcesRegistry.instance().types["file"] = PartFiles
     store = ConfigStore.instance()
@@ -184,6 +185,9 @@ def composition(
         raise ConfigError(violations)
     mode = RunMode.MULTIRUN if multirun else RunMode.RUN
     cfg: DictConfig = engine.compose_config(primary_config(config_dir, config_name), canonical(overrides), mode)
+    if cfg.hydra.job.chdir:
+        rule = "not supported: the ranks of a run and the cells of a sweep stay in the folder where the command starts"
+        raise ConfigError(f"hydra.job.chdir=true: {rule}; leave it out", "not-supported")
     if multirun:
         cfg.hydra.mode = RunMode.MULTIRUN
     HydraConfig.instance().set_config(cfg)
@@ -307,8 +311,14 @@ def to_config(
     ]
     _fit_micro_batch(config, given)
     changed = [*branching.differences(config, parent)] if parent is not None else []
-    if not problems and not changed and config.train.epochs is not None and count_epoch is not None:
-        _settle_length(config, config.train.epochs, count_epoch)
+    is_auto = config.train.max_tokens == AUTO
+    if is_auto:
+        config.train.max_tokens = MOST_AUTO_TOKENS
+    if not problems and not changed and count_epoch is not None:
+        if config.train.epochs is not None:
+            _settle_length(config, config.train.epochs, count_epoch)
+        elif is_auto and config.train.max_steps is None and not rules.problems(config, config.world.size or 1):
+            config.train.max_tokens = _at_most_one_epoch(config, count_epoch)
     problems += changed or rules.problems(config, config.world.size or 1)  # the rules would name the same keys
     if parent is not None and not problems:
         problems += branching.history_problems(config, parent)
@@ -329,6 +339,16 @@ def _settle_length(config: Config, epochs: float, count_epoch: Callable[[Config]
     config.train.max_steps, config.train.max_tokens = None, LIMIT - 1
     if not rules.problems(config, config.world.size or 1):
         config.train.max_tokens = max(1, round(epochs * count_epoch(config)))
+
+
+def _at_most_one_epoch(config: Config, count_epoch: Callable[[Config], int]) -> int:
+    """What `train.max_tokens=auto` becomes: all that it can be, if the text is not tokenised and must not be now."""
+    try:
+        return min(MOST_AUTO_TOKENS, count_epoch(config))
+    except ConfigError as error:
+        if error.code != "not-tokenised":
+            raise
+        return MOST_AUTO_TOKENS
 
 
 def _entries(key: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

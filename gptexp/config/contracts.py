@@ -24,6 +24,18 @@ class Model(Protocol):
     def forward(self, x: "Tensor") -> "Tensor": ...
 
 
+class Block(Protocol):
+    """`model`, with a class that takes `n_embd` and `block_size`: one block, called with these and its keys.
+
+    It maps (B, T, n_embd) to (B, T, n_embd), each position from this one and those before it, with norms and residual
+    connections of its own. gptexp has `model.n_layer` of them between GPT-2's embeddings and its last norm and head.
+    """
+
+    def __init__(self, n_embd: int, block_size: int) -> None: ...
+
+    def forward(self, x: "Tensor") -> "Tensor": ...
+
+
 class Optimizer(Protocol):
     """`optim`: a class derived from `torch.optim.Optimizer`, called with `params` and its keys.
 

@@ -43,6 +43,7 @@ GIVEN: dict[str, tuple[str, ...]] = {  # group -> the parameters that gptexp giv
     EVALUATIONS: ("model", "tokenizer", "batches"),
     METRICS: ("model",),
 }
+BLOCK = ("n_embd", "block_size")  # the same of a model that is one block; gptexp has the rest
 _PLAIN = (bool, int, float, str)
 
 
@@ -123,9 +124,10 @@ def _why_no_part(group: str, found: Any) -> str | None:
         parameters = inspect.signature(found).parameters
     except (OSError, TypeError, ValueError):
         return "has no Python source"
-    given = GIVEN[group]
+    given = _given(group, parameters)
     if (first := tuple(parameters)[: len(given)]) != given:
-        return f"must take {', '.join(given)} first, and takes {', '.join(first) or 'nothing'}"
+        or_block = f" ({', '.join(BLOCK)} if it is a block)" if group == "model" else ""
+        return f"must take {', '.join(given)} first{or_block}, and takes {', '.join(first) or 'nothing'}"
     if group in ("model", "optim"):
         with permanent():  # the user's module has imported torch already
             from torch.nn import Module
@@ -144,10 +146,21 @@ def _why_no_part(group: str, found: Any) -> str | None:
     return None
 
 
+def is_block(found: Callable[..., Any]) -> bool:
+    """Whether a part of the group `model` is one block, not a whole model."""
+    return tuple(inspect.signature(found).parameters)[: len(BLOCK)] == BLOCK
+
+
+def _given(group: str, parameters: Iterable[str]) -> tuple[str, ...]:
+    """The parameters that gptexp gives."""
+    return BLOCK if group == "model" and tuple(parameters)[: len(BLOCK)] == BLOCK else GIVEN[group]
+
+
 def keys_among(group: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
     """The parameters that are keys: neither given by gptexp, nor *args or **kwargs."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in parameters.items() if name not in GIVEN[group] and p.kind in named}
+    given = _given(group, parameters)
+    return {name: p for name, p in parameters.items() if name not in given and p.kind in named}
 
 
 def _kind(found: Any, parameter: inspect.Parameter) -> Any:
@@ -203,8 +216,9 @@ def keys_class(base: type[Any], group: str, name: str, target: str) -> type[Any]
     if group == "optim" and "weight_decay" not in own:
         rule = f"must be 0, because {target} has no weight_decay"
         fields.append(("weight_decay", float, ruled(0.0, lambda v: v == 0, rule)))
+    read = {*own, *(("n_embd", "n_layer") if group == "model" and is_block(found) else ())}
     flags = ({*base.__annotations__} - {f.name for f in dataclasses.fields(base)}) & {*dir(found)}
-    return _made(base, group, name, fields, {**{key: getattr(found, key) for key in flags}, OWN: frozenset(own)})
+    return _made(base, group, name, fields, {**{key: getattr(found, key) for key in flags}, OWN: frozenset(read)})
 
 
 @cache

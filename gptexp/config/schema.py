@@ -60,6 +60,8 @@ HELLASWAG = "hellaswag"  # a value of train.eval_tasks
 
 SHARDINGS = ("none", "optimizer", "full")  # values of world.sharding
 
+MOST_AUTO_TOKENS = 10_000_000  # of train.max_tokens=auto
+
 GATE_MULTIPLE = 64  # the default width of a gated MLP, 8/3 of n_embd, is rounded up to a multiple of this
 
 NUMBER = re.compile(r"(?<![\w.])[+-]?\.?[0-9](?:[eE][+-]|[\w.])*")  # a word that begins as a number does
@@ -375,7 +377,8 @@ class DataConfig:
 class TrainConfig:
     """Length, intervals, numerics."""
 
-    max_tokens: int = positive(409_600)  # tokens: the run ends with the step that reaches them
+    max_tokens: int | str = count_or_auto(409_600)  # tokens: the run ends with the step that reaches them; auto: one
+    # epoch of the text, at most 10M tokens
     max_steps: int | None = positive(None)  # steps; takes precedence over max_tokens
     epochs: float | None = positive(None)  # passes over the training part of the text, which set max_tokens before the
     # run starts
@@ -475,6 +478,12 @@ class LogConfig:
 
 
 @dataclass
+class PathsConfig:
+    outputs: str | None = None  # folder of runs and sweeps in place of outputs/, such as one on another disk; outputs/
+    # then has a link to each, so that every command finds it; null: $GPTEXP_OUTPUTS, else outputs
+
+
+@dataclass
 class SweepConfig:
     name: str | None = directory_name(None)  # directory in outputs/; null: a hash of the config without swept keys
     objective: str = Metric.VAL_LOSS.value  # the loss that searches and reports minimise: val/loss, val/loss_ema, or
@@ -515,6 +524,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     fitted: FittedConfig = field(default_factory=FittedConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig)
     init_from: str | None = None  # weights that the run starts from: RUN_DIR (also RUN_DIR@STEP, RUN_DIR@best), a
     # directory that transformers saved, nanoGPT's ckpt.pt, gpt2, gpt2-medium, gpt2-large or gpt2-xl, or OWNER/NAME of
     # the Hugging Face hub
@@ -543,16 +553,17 @@ class Config:
         sizes, steps = self.batch.step_sizes, self.train.max_steps
         if steps is not None:
             return steps, sizes.tokens_after(steps)
-        return sizes.steps_to(self.train.max_tokens), self.train.max_tokens
+        tokens = MOST_AUTO_TOKENS if isinstance(self.train.max_tokens, str) else self.train.max_tokens
+        return sizes.steps_to(tokens), tokens
 
 
 # Patterns of keys that change at most the rounding of the final weights. But the micro-batch size also changes which
 # values dropout drops. Paths are here because a run compares the hash of the tokens, and `branch_from` because a branch
 # has checks of its own, and ends with the same bits as a run that was never interrupted.
 IRRELEVANT_TO_RESULT = (
-    "world.*", "log.*", "sweep.*", "fitted.*", "user", "branch_from", "continue_from", "data.path", "data.val_path",
-    "data.validation", "data.format", "data.subset", "data.split", "data.mix", "data.text_column", "data.encoding",
-    "data.separator", "data.workers", "data.cache_dir", "batch.micro_batch_size", "train.device",
+    "world.*", "log.*", "sweep.*", "fitted.*", "paths.*", "user", "branch_from", "continue_from", "data.path",
+    "data.val_path", "data.validation", "data.format", "data.subset", "data.split", "data.mix", "data.text_column",
+    "data.encoding", "data.separator", "data.workers", "data.cache_dir", "batch.micro_batch_size", "train.device",
     "train.activation_checkpointing*", "train.eval_*", "train.evaluations", "train.save_*",
     "train.sharpness_every_tokens", "train.keep_*", "train.log_every", "train.max_minutes", "train.profile",
 )  # fmt: skip

@@ -24,10 +24,13 @@ def canonical(overrides: Sequence[str]) -> list[str]:
 
     Hydra reads 1e6 as a float, and refuses a text in range(…). Hydra's `++key` also adds new keys.
     A key with text takes what was typed: without quotes, Hydra reads the commit 7e10243 as infinity. `None`, as Python
-    and wandb write it, is null for a key that may be null. So is a group's null, of the groups `MAY_BE_NULL`.
+    and wandb write it, is null for a key that may be null. So is a group's null, of the groups `MAY_BE_NULL`; `~group`
+    is the same.
     """
     spelt = []
     for text in overrides:
+        if text.removeprefix("~") in MAY_BE_NULL:  # Hydra's way to leave out a group
+            text = f"{text.removeprefix('~')}={NULL}"
         key, equals, value = text.partition("=")
         if key.lstrip("+").startswith(OF_USER):
             spelt.append(f"++{text.lstrip('+')}")  # Hydra adds a new key so

@@ -6,6 +6,7 @@ from pathlib import Path
 from gptexp.config.schema import Config
 from gptexp.process.errors import ConfigError
 from gptexp.process.imports import permanent
+from gptexp.process.words import shown
 
 _COUNTED: dict[str, int] = {}  # a sweep composes many configs of the same text
 
@@ -35,6 +36,6 @@ def count_epoch(cfg: Config, tokenise: bool = True) -> int:
         directory = prepare(cfg.data)[0] if tokenise else prepared_dir(cfg.data)
         if directory is None:
             rule = "the length is unknown until the text is tokenised; run gptexp prepare with the same arguments"
-            raise ConfigError(f"train.epochs={cfg.train.epochs:g}: {rule}", "not-tokenised")
+            raise ConfigError(f"train.epochs={shown(cfg.train.epochs)}: {rule}", "not-tokenised")
         _COUNTED[windows] = epoch_tokens(cfg, directory)
     return _COUNTED[windows]

@@ -19,6 +19,7 @@ from gptexp.process.terminal import emit, say
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.run_dir import finite
 
+EARLY_STOP = "early stop"  # an alert that is no warning
 WIDE = 100  # characters; a narrower terminal shows less text, so that no number is cut
 NAME_CHARS = 70  # largest length of an operation's name; the names of C++ templates have thousands
 
@@ -101,7 +102,7 @@ LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": eval_line,
     "sharpness": sharpness_line,
     "fault": lambda event: _after(event, event["text"]),
-    "alert": lambda event: _after(event, f"warning: {event['text']}"),
+    "alert": lambda event: _after(event, f"{'' if event.get('about') == EARLY_STOP else 'warning: '}{event['text']}"),
     "profile": profile_text,
     "sample": lambda event: f"--- a sample\n{event['text']}\n---",
 }

@@ -1,4 +1,4 @@
-"""A model of the user's own, in the place of `GPT`."""
+"""A model of the user's own, in the place of `GPT`: `own_module.py` builds it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptexp.config.parts import TARGET, bound
+from gptexp.config.parts import TARGET
 from gptexp.config.schema import ModelConfig
 from gptexp.model.attention import LayerCache
 from gptexp.model.gpt import GPT
 from gptexp.model.loss import cross_entropy
+from gptexp.model.own_module import own_module
 from gptexp.process.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ class OwnModel(nn.Module):
         """Raises `ConfigError` if the target is no module that gptexp can save."""
         super().__init__()
         self.cfg, self.z_loss = cfg, z_loss
-        self.own = bound("model", cfg)(cfg.resolved_vocab_size, cfg.block_size)
+        self.own = own_module(cfg)
         weights = {name for name, _ in self.own.named_parameters(remove_duplicate=False)}
         if not weights:
             raise ConfigError(f"model._target_={getattr(cfg, TARGET)}: has no parameters to train", "wrong-contract")

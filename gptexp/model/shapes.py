@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gptexp.config.parts import bound, is_part
+from gptexp.config.parts import is_part
 from gptexp.config.schema import ModelConfig
 from gptexp.optim.base import Shape, in_block
 from gptexp.process.imports import permanent
@@ -85,8 +85,10 @@ def _of_part(m: ModelConfig) -> list[tuple[str, Shape, int]]:
         with permanent():
             import torch
 
+            from gptexp.model.own_module import own_module
+
         with torch.device("meta"):
-            own = bound("model", m)(m.resolved_vocab_size, m.block_size)
+            own = own_module(m)
         _OF_PARTS[repr(m)] = [(f"own.{name}", tuple(p.shape), 1) for name, p in own.named_parameters()]
     return _OF_PARTS[repr(m)]
 

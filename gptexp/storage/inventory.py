@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gptexp.config.paths import OUTPUTS, is_file
 from gptexp.process.errors import ConfigError
-from gptexp.process.terminal import as_command
+from gptexp.process.terminal import as_command, warn
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
@@ -140,6 +140,23 @@ def _is_begun(directory: Path) -> bool:
     """Whether a run has begun in `directory`. Stricter than `is_run`: any project may have a config.yaml."""
     began = (run_dir.LOCK, run_dir.EFFECTIVE, run_dir.METRICS)
     return is_file(directory / run_dir.CONFIG) and any(is_file(directory / name) for name in began)
+
+
+def link_in_outputs(directory: Path, outputs: str | None) -> None:
+    """Make a link in `OUTPUTS` to a run or a sweep in the folder `outputs`, so that every command finds it.
+
+    Does nothing for None, and for a directory elsewhere.
+    """
+    directory = directory.absolute()
+    if outputs is None or not directory.is_relative_to(Path(outputs).absolute()):
+        return
+    link = OUTPUTS / directory.relative_to(Path(outputs).absolute())
+    try:
+        if not (os.path.lexists(link) and link.resolve() == directory.resolve()):
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(directory)
+    except OSError as error:
+        warn(f"{link}: no link to {directory} ({error.strerror}); give commands the directory itself")
 
 
 def bytes_on_disk(directory: Path) -> int:

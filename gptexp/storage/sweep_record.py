@@ -12,6 +12,7 @@ from gptexp.process.fields import LIMIT
 from gptexp.process.words import shown
 from gptexp.storage import run_dir
 
+SWEEP_DIR = "hydra.sweep.dir="  # an override
 MOST_CELLS = 1_000_000  # in a sweep whose cells are chosen one by one
 
 
@@ -56,6 +57,19 @@ def load(directory: Path) -> SweepRecord | None:
         ) from None
     place = directory.absolute()  # its name in outputs/ may have been changed since
     return replace(record, name=place.name) if place.parent == OUTPUTS.absolute() else record
+
+
+def placed(record: SweepRecord, directory: Path) -> SweepRecord:
+    """The record with commands that go on where the sweep is now; those of one in outputs/ do so by its name."""
+    place = directory.absolute()
+    if place.parent == OUTPUTS.absolute():
+        return record
+    here = f'{SWEEP_DIR}"{place}"'
+
+    def with_place(arguments: list[str]) -> list[str]:
+        return [*(text for text in arguments if not text.startswith(SWEEP_DIR)), here]
+
+    return replace(record, overrides=with_place(record.overrides), commands=list(map(with_place, record.commands)))
 
 
 def _check(record: SweepRecord) -> None:

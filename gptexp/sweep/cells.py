@@ -40,6 +40,7 @@ from gptexp.process.fields import AUTO
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size, with_step
+from gptexp.storage.inventory import link_in_outputs
 from gptexp.storage.removal import CELL
 from gptexp.storage.sweep_record import PlannedCell, SweepRecord
 from gptexp.sweep.space import swept_keys, with_arguments
@@ -331,6 +332,7 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     `to_choose` is the number of further cells that the sweeper has yet to choose.
     """
     run_dir.refuse_links(directory)
+    link_in_outputs(directory, config.paths.outputs)
     earlier = sweep_record.load(directory)
     recorded = earlier.cells if earlier is not None else {}
     recorded = {name: cell for name, cell in recorded.items() if run_dir.is_run(directory / name)}

@@ -111,6 +111,8 @@ def test_a_group_without_a_file_may_be_null() -> None:
     nothing = compose([])
     for text in (NULL, "None"):
         assert compose([f"{group}={text}" for group in MAY_BE_NULL]) == nothing
+    assert compose([f"~{group}" for group in MAY_BE_NULL]) == nothing
+    assert compose(["batch=gpt2", "~batch", "model=nano"]) == compose(["batch=null", "model=nano"])
     chosen, without = (compose(["experiment=gpt3_125m", "data=stdlib", *more]) for more in ([], ["schedule=null"]))
     assert chosen.schedule != ScheduleConfig()
     assert without == replace(chosen, schedule=ScheduleConfig())

@@ -119,6 +119,7 @@ def test_the_type_is_another_cell_and_the_default_keeps_the_hashes_of_older_cell
     text = tmp_path / "text.txt"
     text.write_text("The cat sees fish.\n" * 2000)
     overrides = ["model=nano", "data=text", f"data.path={text}", "data.tokenizer=bytes", "world.size=2"]
+    overrides += ["train.max_tokens=409600"]
     default, rounded = (
         compose([*overrides, "batch.micro_batch_size=2", *more]) for more in ([], ["world.comm=bfloat16"])
     )

@@ -74,9 +74,9 @@ def test_the_known_optima_law_and_noise_are_found(swept: Path) -> None:
     assert "agrees with the rule 'square root' (0.5) and not with the rules 'constant' (0) and 'linear' (1)" in said
     assert "diverged at learning rate 0.16" in said
     [proposal] = report["next"]
-    assert proposal["command"].startswith(
-        "gptexp train -m model=nano sweep.name=root batch.total_batch_size=32768 optim.lr="
-    )
+    place = f"'hydra.sweep.dir=\"{swept}\"'"
+    begin = f"gptexp train -m model=nano {place} sweep.name=root batch.total_batch_size=32768 optim.lr="
+    assert proposal["command"].startswith(begin)
     assert (proposal["runs"], proposal["batch"]) == (5, 32768)
 
 

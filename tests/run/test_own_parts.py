@@ -17,6 +17,11 @@ from conftest import events, processes_of, runs, summary, wait_for
 from real_runs import begun, equal, newest
 from safetensors.torch import load_file
 
+from gptexp.config.compose import compose
+from gptexp.model.own_model import OwnModel
+from gptexp.model.shapes import count_parameters
+from gptexp.process.errors import ConfigError
+
 EXAMPLE = Path(__file__).parents[2] / "examples/own_parts"
 OWN = ["--config-dir", str(EXAMPLE / "conf"), "optim=adan", "schedule=stairs"]
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
@@ -166,6 +171,39 @@ def test_metrics_of_steps_see_weights_and_clipped_gradients(
 
 
 LSTM = ["model=lstm", "model.width=16", "model.dropout=0.1", "model.block_size=16"]
+
+
+def test_a_block_of_the_users_own_is_causal_and_there_are_as_many_as_asked(lab: dict[str, str]) -> None:
+    overrides = ["model=conv", "model.n_layer=3", "model.n_embd=32", "model.kernel=4", "model.vocab_size=320"]
+    cfg = compose(overrides, config_dir=str(EXAMPLE / "conf")).model
+    model = OwnModel(cfg)
+    block = (32 * 32 * 4 + 32) + 32 * 128 + 64 * 32 + 2 * 32
+    assert count_parameters(cfg) == sum(p.numel() for p in model.parameters()) == 3 * block + (320 + 64) * 32 + 64
+    x = torch.randint(0, 64, (2, 64))
+    later = torch.cat([x[:, :40], torch.randint(0, 64, (2, 24))], dim=1)
+    with torch.no_grad():
+        assert torch.equal(model(x)[:, :40], model(later)[:, :40])
+        assert not torch.equal(model(x)[:, 40:], model(later)[:, 40:])
+    for key in ("model.n_head=2", "model.kernl=3", "model.n_layer=0"):
+        with pytest.raises(ConfigError):
+            compose([*overrides, key], config_dir=str(EXAMPLE / "conf"))
+
+
+def test_a_block_of_the_users_own_is_trained_and_read(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
+) -> None:
+    """Over two ranks as over one, stopped and resumed with the same bits."""
+    own = [text for text in tiny if not text.startswith("model")]
+    argv = ["--config-dir", str(EXAMPLE / "conf"), *own, "model=conv", "model.n_layer=1", "model.n_embd=16"]
+    argv += ["model.block_size=16", "data.tokenizer=bytes"]
+    for name, more in (("one", []), ("two", ["world.size=2"]), ("rest", ["train.max_minutes=1e-9"]), ("rest", [])):
+        done = gptexp("train", *argv, *more, f"hydra.run.dir={name}", env=lab)
+        assert done.returncode == 0, done.stderr
+    assert equal(tmp_path / "one", tmp_path / "rest")
+    losses = [[e["train/loss"] for e in events(tmp_path / name, "step")] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert gptexp("report", "one").returncode == gptexp("compare", "one", "two").returncode == 0
+    assert gptexp("sample", "one", "--max-new-tokens", "20", env=lab).returncode == 0
 
 
 def with_lstm(tiny: list[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """Names of runs and sweeps in place of paths."""
 
+import json
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -105,3 +107,29 @@ def test_verbs_take_names_and_another_place_for_outputs(
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert "sweep.name=renamed" in out
+
+
+@pytest.mark.e2e
+def test_a_folder_on_another_disk_is_seen_by_all_verbs_and_a_moved_sweep_goes_on_where_it_is(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    own = [*tiny, f"paths.outputs={disk}"]
+    assert gptexp("train", *own).returncode == 0
+    assert gptexp("train", "-m", *own, "optim.lr=1e-3,2e-3,4e-3", "sweep.name=three").returncode == 0
+    assert (tmp_path / "outputs/three").resolve() == disk / "three"
+    [single] = [path for path in disk.glob("2*/*") if path.is_dir()]
+    assert (tmp_path / "outputs" / single.relative_to(disk)).resolve() == single
+    listed = gptexp("ls", "--json").stdout
+    assert {row["kind"] for row in json.loads(listed)} == {"run", "sweep"}
+    assert gptexp("evaluate", "three@best").returncode == gptexp("status", single.name).returncode == 0
+    (disk / "three").rename(tmp_path / "moved")
+    (tmp_path / "outputs/three").unlink()
+    report = gptexp("report", "moved")
+    [command, *_] = [line for line in report.stdout.splitlines() if line.strip().startswith("gptexp train -m")]
+    before = {path.name for path in (tmp_path / "moved").glob("*lr=*")}
+    assert len(before) == 3
+    done = gptexp(*shlex.split(command)[1:])
+    assert done.returncode == 0, done.stderr
+    assert before < {path.name for path in (tmp_path / "moved").glob("*lr=*")}
+    assert not (tmp_path / "outputs/three").exists()

@@ -13,6 +13,7 @@ from gptexp.config.compose import compose
 from gptexp.distributed.ranks import Rank
 from gptexp.process.errors import ConfigError
 from gptexp.process.signals import StopRequest
+from gptexp.reporting.listings.progress import survey
 from gptexp.run.job import Job
 from gptexp.run.rank import run
 from gptexp.storage import run_dir
@@ -38,6 +39,8 @@ def test_a_run_ends_at_the_first_evaluation_at_or_below_the_loss(tiny: list[str]
     assert (about["status"], about["final_val_loss"]) == ("completed", stopped[-1]["val/loss"])
     [alert] = [e for e in events(tmp_path / "stopped", "alert") if e["about"] == "early stop"]
     assert "train.stop_at_loss" in alert["text"]
+    [progress] = survey(tmp_path / "stopped")
+    assert (progress.share, progress.seconds_left) == (1.0, 0.0)
     short = trained(tiny, tmp_path / "short", f"train.max_steps={newest(tmp_path / 'stopped').name[-2:].lstrip('0')}")
     assert len(short) == len(stopped)
     assert equal(tmp_path / "stopped", tmp_path / "short")
@@ -52,7 +55,10 @@ def test_all_evaluations_are_measured_after_an_early_stop(
     found = trained(tiny, tmp_path / "run", "train.stop_at_loss=100", *own)
     assert [e["eval/one"] for e in found if "eval/one" in e] == [1.0]
     assert summary(tmp_path / "run")["status"] == "completed"
-    assert "eval/one: 1.0000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "eval/one: 1.0000" in printed
+    assert "train.stop_at_loss=100" in printed
+    assert "warning" not in printed
 
 
 def test_a_run_ends_after_so_many_tokens_without_a_lower_loss(tiny: list[str], tmp_path: Path) -> None:

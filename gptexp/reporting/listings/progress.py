@@ -61,6 +61,8 @@ def survey(directory: Path, read: Callable[[Path], Run] = read_run) -> list[Prog
         cell = planned.get(run.name)
         length = (cell.tokens if cell is not None else run.of_tokens) - run.first_tokens
         tokens = max([p.tokens - run.first_tokens for p in (*run.train[-1:], *run.val[-1:])], default=0)
+        if run.status == "completed":
+            length = tokens  # an early stop ends a run before its planned length
         loss = run.val[-1].loss if run.val else None
         left = 0.0 if run.status in run_dir.DONE else seconds_for(run.batch, max(0, length - tokens))
         cells.append(Progress(run.name, run.status, tokens, length, loss, left, run.problem, run.branch))

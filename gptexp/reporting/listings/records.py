@@ -130,6 +130,8 @@ class Run:
     @property
     def share(self) -> float:
         """The share of the tokens trained so far; of a branch, those after its checkpoint. 0 if there is no config."""
+        if self.status == "completed":
+            return 1.0
         trained = self.summary.get("tokens", self.first_tokens) - self.first_tokens
         return float(trained / (self.of_tokens - self.first_tokens)) if self.of_tokens else 0.0
 

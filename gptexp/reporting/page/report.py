@@ -157,6 +157,7 @@ def build_report(
     key = key_of(search)
     read = cache(lambda path: along(given(path), key))  # progress and results read each run once
     sweep = sweep_record.load(directory)
+    sweep = sweep and sweep_record.placed(sweep, directory)
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read, objective))
