@@ -10,6 +10,7 @@ from conftest import ROOT
 import gptexp
 from gptexp.cli import VERBS
 from gptexp.config.metrics import Metric
+from gptexp.config.schema import fields_by_key
 
 PACKAGE = ROOT / "gptexp"
 TESTS = ROOT / "tests"
@@ -150,3 +151,15 @@ def _tiers(path: Path) -> set[str]:
     if any(map(_marked, of_file)) or all(any(map(_marks_all_cases, test.decorator_list)) for test in tests):
         return marked
     return marked | {"default"}
+
+
+def test_common_questions_are_found_by_one_word_and_what_they_name_exists() -> None:
+    page = (ROOT / "gptexp/run/README.md").read_text()
+    rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+\?) \| (.+) \|$", page, re.MULTILINE)
+    words = {word for word, _, _ in rows}
+    asked = {"outputs", "optimizer", "texts", "epochs", "continue", "resume", "memory", "wandb", "queue", "notebook"}
+    assert asked <= words
+    for word, question, answer in rows:
+        assert re.search(rf"(?m)^\| {word} ", page), question
+        for key in re.findall(r"`([a-z_]+\.[a-z_.]+)", answer):
+            assert key in fields_by_key() or key.startswith("gptexp."), key

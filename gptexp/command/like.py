@@ -13,6 +13,7 @@ from gptexp.config.parts import SOURCE
 from gptexp.config.paths import FILE_FLAGS, config_flags
 from gptexp.config.schema import LISTS, Config, fields_of, parts_of
 from gptexp.process.words import shown
+from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import branch, reader, run_dir
 from gptexp.storage.inventory import located
 
@@ -22,13 +23,15 @@ OF_ONE_RUN = (  # what another run does not take
 
 
 def like(given: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments that a command needs before its own `arguments` to have the config of the run `given`.
+    """The arguments that a command needs before its own `arguments` to have the config of the run `given`, or of the
+    best run of a sweep.
 
     A group that the arguments choose (`optim=muon`) is theirs as a whole, and so is a key that they set. Raises
     `ConfigError`.
     """
-    directory = Path(located(given))
-    run_dir.require_directory(directory, "a run", "--like")
+    directory = Path(run_dir.run_and_checkpoint(located(given))[0])
+    run_dir.require_directory(directory, "a run or a sweep", "--like")
+    directory = one_run(directory)
     config = run_dir.load_config(directory)
     files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory, config)
     own = {text.lstrip("+").partition("=")[0] for text in arguments if "=" in text}

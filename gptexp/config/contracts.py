@@ -41,8 +41,8 @@ class Optimizer(Protocol):
 
     `params` are groups, each with the `lr` and `weight_decay` of its parameters; that of vectors is 0. gptexp sets the
     `lr` of each group before every step, and clips the gradients. Everything that a later step needs is in
-    `state_dict()`, as numbers in groups, and as tensors, lists of tensors and numbers in the state of each parameter,
-    and exists after the first step: a run that is killed and resumed must end with the same bits.
+    `state_dict()`, as numbers in groups, and as tensors, lists of tensors and numbers in the state of each parameter;
+    lists exist after the first step. A run that is killed and resumed must end with the same bits.
 
     The class may say what else gptexp may do with it, by the class variables of `OptimConfig` (gptexp/optim/base.py).
     """

@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from gptexp.config.parts import SOURCE, TARGET
 from gptexp.config.paths import FILE_FLAGS, Groups, conf_dir, folders, options, own_config
-from gptexp.config.schema import every_key, kinds_of, optimizers_with
+from gptexp.config.schema import every_key, keys_of_parts, kinds_of, optimizers_with
 from gptexp.optim import OPTIMIZERS
 from gptexp.process.errors import ConfigError, Problem, first_line
 from gptexp.process.fields import count_forms, unit_of
@@ -53,13 +54,39 @@ def describe(names: Sequence[str], groups: Groups, own: Path | None = None) -> l
     """A text for each key or group. `own` is the user's primary config. Raises `ConfigError` for unknown names."""
     keys = [key for key, _, _, _ in every_key()]
     known = list(dict.fromkeys([*keys, *groups, *(key.rpartition(".")[0] for key in keys if "." in key)]))
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError([_unknown(name, known) for name in unknown])
+    unknown = [name for name in names if name not in known]
+    of_parts = _of_parts(unknown, groups) if unknown else {}
+    if strange := [_unknown(name, [*known, *of_parts]) for name in unknown if name not in of_parts]:
+        raise ConfigError(strange)
     defaults = _defaults(groups, own)
     return [
-        _key(name, groups, own, defaults) if name in keys else _group(name, groups.get(name, {}), defaults)
+        of_parts.get(name)
+        or (_key(name, groups, own, defaults) if name in keys else _group(name, groups.get(name, {}), defaults))
         for name in names
     ]
+
+
+def _of_parts(names: Sequence[str], groups: Groups) -> dict[str, str]:
+    """The texts for the keys of the user's own parts in the groups of `names`. Imports the parts."""
+    return {
+        key: "\n".join(
+            [
+                key,
+                f"  meaning   a parameter of {getattr(part, TARGET)}",
+                f"  values    {kind(field)}",
+                f"  default   {_default_of(field)}",
+                f"  of        {key.partition('.')[0]}={vars(part)['name']}",
+            ]
+        )
+        for key, (field, part) in keys_of_parts(names, groups).items()
+        if field.name not in (TARGET, SOURCE)
+    }
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return shown(field.default_factory())
+    return "none: it must be given" if field.default == "???" else shown(field.default)
 
 
 def _defaults(groups: Groups, own: Path | None) -> dict[str, tuple[str, str]]:

@@ -12,7 +12,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -26,15 +25,15 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from gptexp.config.aliases import ALIASES
 from gptexp.config.describe import PACKAGE, nearest
-from gptexp.config.parts import keys_class, target_in
 from gptexp.config.paths import Groups, options
 from gptexp.config.schema import (
     NUMBER,
-    PARTS,
     Config,
+    OwnKeys,
     every_key,
     field_problem,
     fields_by_key,
+    keys_of_parts,
     kinds_of,
     not_a_choice,
 )
@@ -52,9 +51,6 @@ def quoted(text: str) -> str:
     """`text` as a value that neither Hydra nor OmegaConf changes."""
     uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(uninterpolated, Quote.double).with_quotes()
-
-
-OwnKeys = dict[str, tuple[dataclasses.Field[Any], type]]  # key of a part -> its field, and the class that has it
 
 
 class Count(IntegerNode):
@@ -97,7 +93,7 @@ def structured(config: Any) -> DictConfig:
 def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequence[Path]) -> list[Problem]:
     """One line for each wrong override. `folders` contain the YAML files of the groups."""
     groups = options(folders)
-    own = _keys_of_parts(overrides, groups)
+    own = keys_of_parts(overrides, groups)
     fields = {**fields_by_key(), **{key: f for key, (f, _) in own.items()}}
     parser = OverridesParser.create()
     problems = list[Problem]()
@@ -119,25 +115,6 @@ def override_problems(overrides: Sequence[str], multirun: bool, folders: Sequenc
         misuse = _misuse(override, shown(text), fields, groups, multirun)
         problems += secrets or ([misuse] if misuse else _wrong_values(override, fields, groups, own))
     return problems
-
-
-def _keys_of_parts(overrides: Sequence[str], groups: Groups) -> OwnKeys:
-    """The keys of the user's own parts in the groups of keys that gptexp does not have.
-
-    Imports the parts that the overrides choose, else all of these groups; of those it leaves out what is no part.
-    """
-    unknown = {text.partition("=")[0] for text in overrides} - {*fields_by_key(), *groups}
-    own: OwnKeys = {}
-    for base, group in PARTS.items():
-        files = groups.get(group, {}) if any(key.startswith(f"{group}.") for key in unknown) else {}
-        chosen = [name for name in files if f"{group}={name}" in overrides]
-        for name in chosen or files:
-            target = target_in(files[name], group)
-            with nullcontext() if chosen else suppress(ConfigError):
-                keys = keys_class(base, group, name, target) if target is not None else None
-                of_part = {f"{group}.{f.name}": (f, keys) for f in dataclasses.fields(keys)} if keys else {}
-                own = {key: value for key, value in of_part.items() if key not in fields_by_key()} | own
-    return own
 
 
 def parse_override(parser: OverridesParser, spelt: str) -> Override:

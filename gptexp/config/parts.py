@@ -177,6 +177,14 @@ def _kind(found: Any, parameter: inspect.Parameter) -> Any:
     return kind | None if kind is not None and len(kinds) < len(options) else kind
 
 
+def _kinds_of(annotation: Any) -> set[Any]:
+    """The types in an annotation, and Any for one that is not plain. A float may be given as a whole number."""
+    kinds = {*(get_args(annotation) or (annotation,))} - {type(None)}
+    if kinds - {*_PLAIN}:
+        kinds = {*_PLAIN, Any}
+    return kinds | ({int} if float in kinds else set())
+
+
 def _takes_tuple(found: Any, parameter: inspect.Parameter) -> bool:
     hint = _hints(found).get(parameter.name)
     kinds = (hint, *get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -212,6 +220,10 @@ def keys_class(base: type[Any], group: str, name: str, target: str) -> type[Any]
     fields = _fixed_fields(group, name, target, source_hash(found))
     for key, parameter in own.items():
         if (kind := _kind(found, parameter)) is not None:
+            old = base.__dataclass_fields__.get(key)
+            if old is not None and not _kinds_of(kind) & _kinds_of(old.type):
+                rule = f"takes {key}, a key of gptexp's with another type ({old.type}); give the parameter another name"
+                raise ConfigError(f"{group}.{TARGET}={target}: {rule}", "wrong-contract")
             fields.append((key, *_typed(base.__dataclass_fields__.get(key), kind, parameter.default)))
     if group == "optim" and "weight_decay" not in own:
         rule = f"must be 0, because {target} has no weight_decay"

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -25,12 +26,22 @@ from typing import Any, get_args, get_origin
 
 from gptexp.config.batch import StepSizes
 from gptexp.config.metrics import Metric
-from gptexp.config.parts import EVALUATIONS, METRICS, SOURCE, TARGET, is_part, loaded, saved_class
-from gptexp.config.paths import is_path_list
+from gptexp.config.parts import (
+    EVALUATIONS,
+    METRICS,
+    SOURCE,
+    TARGET,
+    is_part,
+    keys_class,
+    loaded,
+    saved_class,
+    target_in,
+)
+from gptexp.config.paths import Groups, is_path_list
 from gptexp.optim import OPTIMIZERS
 from gptexp.optim.adamw import AdamWConfig
 from gptexp.optim.base import OptimConfig
-from gptexp.process.errors import Problem
+from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.fields import (
     AUTO,
     LIMIT,
@@ -674,6 +685,28 @@ def parts_of(config: Config) -> list[tuple[str, Any]]:
     sections = [(group, getattr(config, group)) for group in PARTS.values()]
     listed = [(key, SimpleNamespace(**entry)) for key in LISTS for entry in attrgetter(key)(config)]
     return [(group, section) for group, section in sections if is_part(section)] + listed
+
+
+OwnKeys = dict[str, tuple[dataclasses.Field[Any], type]]  # key of a part -> its field, and the class that has it
+
+
+def keys_of_parts(overrides: Sequence[str], groups: Groups) -> OwnKeys:
+    """The keys of the user's own parts in the groups of keys that gptexp does not have.
+
+    Imports the parts that the overrides choose, else all of these groups; of those it leaves out what is no part.
+    """
+    unknown = {text.partition("=")[0] for text in overrides} - {*fields_by_key(), *groups}
+    own: OwnKeys = {}
+    for base, group in PARTS.items():
+        files = groups.get(group, {}) if any(key.startswith(f"{group}.") for key in unknown) else {}
+        chosen = [name for name in files if f"{group}={name}" in overrides]
+        for name in chosen or files:
+            target = target_in(files[name], group)
+            with nullcontext() if chosen else suppress(ConfigError):
+                keys = keys_class(base, group, name, target) if target is not None else None
+                of_part = {f"{group}.{f.name}": (f, keys) for f in dataclasses.fields(keys)} if keys else {}
+                own = {key: value for key, value in of_part.items() if key not in fields_by_key()} | own
+    return own
 
 
 def with_parts(config: Config) -> Config:

@@ -382,6 +382,14 @@ def read(path: Path, kind: str, wanted: Mapping[str, Part]) -> None:
     tensor_files.read(path, kind, layout.files.get(kind, 1), layout.split, wanted)
 
 
+def shapes_of(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a kind in checkpoint `path`, without memory; none if several ranks have saved parts of them."""
+    layout = layout_of(path)
+    if layout.split or layout.files[kind] > 1:
+        return {}
+    return tensor_files.shapes(path / file_name(kind, 0, 1))
+
+
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors in a file of safetensors. Raises `CheckpointError`."""
     try:

@@ -118,6 +118,12 @@ def size(path: Path) -> int:
         return _File(path, stack).size
 
 
+def shapes(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file, without memory. Raises `CheckpointError` if it cannot be read."""
+    with ExitStack() as stack:
+        return _File(path, stack).shapes
+
+
 class _File:
     """An open file of safetensors."""
 
@@ -132,6 +138,15 @@ class _File:
     @property
     def size(self) -> int:
         return sum(math.prod(self._tensors.get_slice(name).get_shape()) for name in self.names)
+
+    @property
+    def shapes(self) -> dict[str, Tensor]:
+        dtypes = {name: dtype for dtype, name in DTYPES.items()}
+        slices = {name: self._tensors.get_slice(name) for name in self.names}
+        return {
+            name: torch.empty(one.get_shape(), dtype=dtypes[one.get_dtype()], device="meta")
+            for name, one in slices.items()
+        }
 
     def misfit(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: does not fit the model ({why})")

@@ -54,6 +54,7 @@ def load_checkpoint(
         raise CheckpointError(f"{path}: does not fit the model ({why})")
     if checkpoint.has_state(path):
         _begin(own_optimizer)
+        _add_late_state(path, own_optimizer, parameters)
     with weights_for_use(optimizer):  # a checkpoint is saved with these
         for kind, parts in _parts(parameters, optimizer, average).items():
             checkpoint.read(path, kind, parts)
@@ -121,6 +122,22 @@ def _part(parameters: Parameters, name: str, tensor: Tensor) -> Part:
 def _of_this_rank(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the state of the parameters that this rank updates."""
     return optimizer.optim if has_split_state(optimizer) else optimizer  # type: ignore[attr-defined]
+
+
+def _add_late_state(path: Path, optimizer: Optimizer, parameters: Parameters) -> None:
+    """Create the state that an optimizer of the user's own had begun after its first step. Raises `CheckpointError`."""
+    begun = _parts(parameters, optimizer, None)[OPTIMIZER].keys()
+    for name, saved in checkpoint.shapes_of(path, OPTIMIZER).items():
+        owners = [owner for owner in parameters.named if name.startswith(f"{owner}.")]
+        if name in begun or not owners:
+            continue
+        owner = max(owners, key=len)
+        p, key = parameters.named[owner], name.removeprefix(f"{owner}.")
+        if "." in key:
+            rule = "a list in its state that begins after the first step; an optimizer must begin it in the first"
+            raise CheckpointError(f"{path}: {name}: {rule}")
+        is_number = saved.dtype == torch.float64 and not saved.dim()
+        optimizer.state[p][key] = 0.0 if is_number else torch.zeros_like(saved, device=p.device)
 
 
 def _begin(optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from sweeps import write_sweep
 
 from gptexp.command.like import as_value, like
 from gptexp.config.compose import compose
@@ -52,6 +53,12 @@ def test_a_length_that_the_command_gives_wins_over_those_of_the_run(tmp_path: Pa
     own = ["train.max_tokens=65536", "train.eval_every_tokens=8192", "schedule.warmup_ratio=0.25"]
     again = compose([*like(str(tmp_path / "run"), own), *own])
     assert (again.run_length, again.train.eval_every, again.schedule.warmup_steps) == ((8, 65536), None, None)
+
+
+def test_of_a_sweep_it_is_the_config_of_its_best_run(tmp_path: Path) -> None:
+    root = write_sweep(tmp_path / "root", batches=(4096,), centre=0.01, seeds=1, sigma=0.0)
+    for given in (str(root), f"{root}@best"):
+        assert compose([*like(given, []), "data=stdlib"]).optim.lr == 0.01
 
 
 def test_a_run_of_epochs_is_taken_over(tmp_path: Path) -> None:

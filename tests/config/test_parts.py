@@ -10,6 +10,8 @@ import torch
 
 from gptexp.config import parts, rules
 from gptexp.config.compose import compose
+from gptexp.config.describe import describe
+from gptexp.config.paths import folders, options
 from gptexp.config.schema import Config, from_dict, result_deciding, to_dict, with_parts
 from gptexp.model.shapes import count_parameters
 from gptexp.process.errors import ConfigError, DataError
@@ -82,6 +84,8 @@ class Buffers(Tiny):
     def __init__(self, vocab_size, block_size):
         super().__init__(vocab_size, block_size)
         self.register_buffer("mean", torch.zeros(3))
+class Retyped(Tiny):
+    def __init__(self, vocab_size, block_size, n_embd: str = "wide"): super().__init__(vocab_size, block_size)
 class NoBlock(nn.Module):
     def __init__(self, vocab_size): ...
 def function(vocab_size, block_size): ...
@@ -147,7 +151,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             "Missing",
         ),
         "schedule": ("halves", "negative", "fails"),
-        "model": ("Tiny", "Wrong", "Tuple", "Empty", "Buffers", "NoBlock", "function"),
+        "model": ("Retyped", "Tiny", "Wrong", "Tuple", "Empty", "Buffers", "NoBlock", "function"),
         "data": ("documents", "Endless", "plain"),
     }.items():
         (tmp_path / "conf" / group).mkdir(parents=True)
@@ -189,6 +193,15 @@ def test_the_keys_of_a_part_are_the_parameters_of_its_target(lab: Path) -> None:
     assert (optim.may_split_rows, optim.may_split_parameters) == (True, False)
     built = optim.build([{"params": [], "lr": 1.0, "weight_decay": 0.0}], {}, False)
     assert built.kwargs == (5e-3, (0.9, 0.95), 0.01, 2000, "plain", True, None)  # type: ignore[attr-defined]
+
+
+def test_the_help_of_a_key_of_a_part_names_its_type_its_default_and_the_part(lab: Path) -> None:
+    groups = options(folders(str(lab)))
+    rho, base = describe(["optim.rho", "schedule.base"], groups)
+    assert [line.split()[1:] for line in rho.splitlines()[2:]] == [["float", "or", "null"], ["null"], ["optim=own"]]
+    assert "lab.schedule.halves" in base
+    with pytest.raises(ConfigError, match=r"optim\.rho"):
+        describe(["optim.rhoo"], groups)
 
 
 def test_the_state_of_an_own_optimizer_is_counted_if_it_computes_without_numbers(lab: Path) -> None:
@@ -248,6 +261,7 @@ def test_a_part_without_weight_decay_has_none(lab: Path) -> None:
         (["optim=constant"], "wrong-contract", "int"),
         (["optim=missing"], "not-importable", "Missing"),
         (["model=noblock"], "wrong-contract", "vocab_size, block_size"),
+        (["model=retyped"], "wrong-contract", "n_embd"),
         (["model=function"], "wrong-contract", "torch.nn.Module"),
         (["model=tiny", "model.n_layer=2"], "key-not-read", "model.n_layer"),
         (

@@ -173,6 +173,53 @@ def test_metrics_of_steps_see_weights_and_clipped_gradients(
 LSTM = ["model=lstm", "model.width=16", "model.dropout=0.1", "model.block_size=16"]
 
 
+LATE = """
+import torch
+class Late(torch.optim.Optimizer):
+    def __init__(self, params, lr: float = 1e-3, as_list: bool = False):
+        super().__init__(params, {"lr": lr})
+        self.as_list = as_list
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["seen"] = state.get("seen", 0) + 1
+                if state["seen"] == 3:
+                    slow = torch.zeros_like(p)
+                    state |= {"slow": [slow] if self.as_list else slow, "since": 0}
+                if state["seen"] >= 3:
+                    slow = state["slow"][0] if self.as_list else state["slow"]
+                    slow.lerp_(p.grad, 0.1)
+                    state["since"] += 1
+                    p.add_(slow / (1 - 0.9 ** state["since"]), alpha=-group["lr"])
+"""
+
+
+def test_state_that_an_optimizer_begins_later_is_resumed_with_the_same_bits_or_refused(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "conf/optim").mkdir(parents=True)
+    (tmp_path / "conf/optim/late.yaml").write_text("_target_: late.Late\nlr: 0.01\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    argv = ["train", "--config-dir", "conf", *tiny, "optim=late", "optim.lr=1e-2", "data.tokenizer=bytes"]
+    argv += ["train.max_steps=8", "train.save_every=4"]
+    for name, more in (("plain", []), ("list", ["optim.as_list=true"])):
+        done = gptexp(*argv, *more, f"hydra.run.dir={name}", env=env)
+        assert done.returncode == 0, done.stderr
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-again")
+        shutil.rmtree(newest(tmp_path / f"{name}-again"))
+        (tmp_path / f"{name}-again/summary.json").unlink()
+    assert gptexp("resume", "plain-again", env=env).returncode == 0
+    assert equal(tmp_path / "plain", tmp_path / "plain-again")
+    refused = gptexp("resume", "list-again", env=env)
+    assert refused.returncode == 4
+    assert "a list in its state" in refused.stderr.splitlines()[-1]
+
+
 def test_a_block_of_the_users_own_is_causal_and_there_are_as_many_as_asked(lab: dict[str, str]) -> None:
     overrides = ["model=conv", "model.n_layer=3", "model.n_embd=32", "model.kernel=4", "model.vocab_size=320"]
     cfg = compose(overrides, config_dir=str(EXAMPLE / "conf")).model
