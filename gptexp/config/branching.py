@@ -92,12 +92,9 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
         rule = "follows from the checkpoint of continue_from; leave it out"
         raise ConfigError(f"schedule.begin_tokens={config.schedule.begin_tokens}: {rule}", "begin-not-taken")
     branch = copy.deepcopy(parent.config)
-    begins_anew = config.continue_from is not None
     if "optim" in given:  # another optimizer has other keys
         branch.optim = config.optim
-    if "schedule" in given and begins_anew:
-        branch.schedule = config.schedule
-    elif "schedule" in given:
+    if "schedule" in given:
         was = branch.schedule
         branch.schedule = replace(
             config.schedule,
@@ -120,7 +117,7 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
         setattr(section, name, getattr(composed, name))
     branch.branch_from, branch.continue_from, branch.sweep = parent.name, None, config.sweep
     branch.log.note, branch.log.wandb.name = config.log.note, config.log.wandb.name  # not inherited: they name one run
-    if begins_anew:
+    if config.continue_from is not None:
         branch.schedule.begin_tokens = parent.tokens
         if not {"schedule", *DECAY_LENGTHS} & set(given):
             branch.schedule.decay_ratio, branch.schedule.decay_tokens, branch.schedule.decay_steps = 1.0, None, None

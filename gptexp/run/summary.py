@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from gptexp.config.blocks import in_words
+from gptexp.config.metrics import Metric, of_text
 from gptexp.config.noise_scale import why_unmeasured
 from gptexp.config.parts import is_part
 from gptexp.config.scaling import changes, scaled_optim
 from gptexp.config.schema import Config, to_dict
 from gptexp.data.loader import Dataset
+from gptexp.data.prepare import tokens_hash
 from gptexp.machine.ceilings import mask_ms
 from gptexp.machine.effective import Effective
 from gptexp.model.flops import Utilisation
@@ -135,6 +137,11 @@ def _noise_scale(cfg: Config, t: Training) -> str:
     )
 
 
+def hashes_of_texts(dataset: Dataset) -> dict[str, str]:
+    """The hash of the tokens of each text of data.validation, by the name of its loss."""
+    return {of_text(Metric.VAL_LOSS, name): tokens_hash(text.val) for name, text in dataset.texts.items()}
+
+
 def about(
     cfg: Config, effective: Effective, dataset: Dataset, world_size: int, branched_from: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -146,6 +153,7 @@ def about(
         "device": effective.device_name,
         "seed": cfg.train.seed,
         "data_hash": dataset.hash,
+        **({"validation_hashes": text_hashes} if (text_hashes := hashes_of_texts(dataset)) else {}),
         **({"mix_tokens": dataset.train.shares} if dataset.train.shares else {}),
         **({"branched_from": branched_from} if branched_from else {}),
         "versions": versions(),

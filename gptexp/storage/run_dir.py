@@ -59,6 +59,7 @@ HYDRA = ".hydra"  # Hydra's own record of the command line
 SUMMARY_TYPES: dict[str, Any] = {  # types of the values that gptexp reads
     "status": str, "final_val_loss": float, "final_val_loss_ema": float, "steps": int, "tokens": int, "wall_s": float,
     "train_s": float, "data_hash": str, "parameters": int, "world_size": int, "device": str, "git_commit": str,
+    "validation_hashes": dict,
 }  # fmt: skip
 STATUSES = ("completed", "diverged", "interrupted", "running", "failed")
 DONE = ("completed", "diverged")  # statuses of runs that are not started again: the result would be the same

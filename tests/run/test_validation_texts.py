@@ -85,6 +85,18 @@ def test_a_search_minimises_the_loss_of_the_text_that_it_is_given(
     assert Path(json.loads(shown.stdout)["directory"]).name == best.name
 
 
+def test_runs_whose_text_of_a_name_differs_are_not_compared_by_it(
+    tiny: list[str], tmp_path: Path, texts: dict[str, str]
+) -> None:
+    trained(tiny, tmp_path / "a", of_all(texts))
+    Path(texts["code"]).write_text("print(1)\n" * 500)
+    trained(tiny, tmp_path / "b", of_all(texts), "train.seed=2")
+    pair = [tmp_path / "a", tmp_path / "b"]
+    assert compare(pair, "val/code/loss").why_incomparable
+    for comparable in ("val/loss", "val/prose/loss"):
+        assert not compare(pair, comparable).why_incomparable
+
+
 def with_another_text(root: Path, octaves: int) -> Path:
     """Give each run of a sweep the loss, on another text, that the run has with a rate `octaves` higher."""
     finals = {run: summary(run) for run in runs(root)}

@@ -268,7 +268,8 @@ def find_runs(directory: Path, read: Callable[[Path], Run] = read_run, objective
     """
     run_dir.require_directory(directory, "a run or a sweep")
     runs = [read(path) for path in ([directory] if run_dir.is_run(directory) else runs_together(directory))]
-    return [toward(run, objective_of(runs, objective)) for run in runs]
+    about = objective_of(runs, objective)
+    return [toward(run, about) for run in runs]
 
 
 def lr_scaling(config: Mapping[str, Any], batch: int) -> float:

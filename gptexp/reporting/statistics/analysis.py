@@ -26,6 +26,7 @@ OPTIMIZER = "optim.name"
 IMPLYING = {OPTIMIZER: "optim.", "model.parametrisation": "model.base_"}
 WIDTH, HEADS = "model.n_embd", "model.n_head"
 STEPS_SPREAD = 0.05  # standard deviation over seeds of log(steps to a loss), if no seeds measure it
+TEXTS = "validation_hashes"  # key of the summary; hashes of the texts of data.validation, by the names of their losses
 TEXT = "data_hash"  # key of the summary; runs that trained on different text belong to different arms
 
 
@@ -309,6 +310,12 @@ def data_warnings(runs: Sequence[Run]) -> list[str]:
         lines.append(f"the tokenizers differ ({names}): compare bits per byte, not losses, which are per token")
     for run, _, text, usual in _unlike_most(texts):
         lines.append(f"{run.name}: trained on other text (hash {text}) than most (hash {usual}); do not compare it")
+    validated = [(run, run.objective, run.summary.get(TEXTS, {}).get(run.objective)) for run in runs]
+    known = [(run, loss, printable(str(text))) for run, loss, text in validated if text is not None]
+    for run, loss, text, usual in _unlike_most(known):
+        lines.append(
+            f"{run.name}: its {loss} is of other text (hash {text}) than most (hash {usual}); do not compare it"
+        )
     reads = [
         (run, (data, tokens), read)
         for run in runs
