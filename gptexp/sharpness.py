@@ -3,6 +3,7 @@
 import json
 
 from gptexp.command.arguments import Parser
+from gptexp.config.parts import is_part
 from gptexp.process.errors import ConfigError
 from gptexp.process.imports import permanent
 from gptexp.process.terminal import run_verb
@@ -28,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     directory, step = one_checkpoint(args.directory, args.checkpoint)
     if args.all and (args.checkpoint is not None or step is not None):
         raise ConfigError("--all: takes all checkpoints; leave it out, or name no checkpoint")
+    if is_part(run_dir.load_config(directory).model):
+        raise ConfigError(f"{directory}: sharpness is measured for gptexp's blocks, and this model is one of your own")
     checkpoints = run_dir.published(directory / run_dir.CHECKPOINTS)
     if step is not None:
         checkpoints = [path for path in checkpoints if run_dir.step_of(path) == step]

@@ -44,6 +44,7 @@ from gptexp.process.errors import (
 from gptexp.process.imports import permanent
 from gptexp.process.signals import start_a_run
 from gptexp.process.terminal import ERRORS_TO
+from gptexp.process.words import shown
 from gptexp.storage import branch, run_dir
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import with_step
@@ -211,7 +212,9 @@ def tune(
     return report(directory)
 
 
-def report(directory: str | Path, behind: float | None = None, within: float | None = None) -> "Report":
+def report(
+    directory: str | Path, behind: float | None = None, within: float | None = None, objective: str | None = None
+) -> "Report":
     """Write and return the report of a sweep or a run: `gptexp report`."""
     with permanent():
         from gptexp.reporting.page.write import write_report
@@ -219,12 +222,19 @@ def report(directory: str | Path, behind: float | None = None, within: float | N
 
     path = Path(located(str(directory)))
     run_dir.require_directory(path, "a run or a sweep")
-    return write_report(path, BEHIND_NATS if behind is None else behind, within)[0]
+    return write_report(path, BEHIND_NATS if behind is None else behind, within, objective)[0]
 
 
 def _composed(
     overrides: Sequence[str], config_dir: str | Path | None, config_name: str | None, multirun: bool = False
 ) -> DictConfig:
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"{shown(overrides)}: give a list of overrides, such as [{shown(overrides)}]", "not-an-override"
+        )
+    if flags := [text for text in overrides if text.startswith("-")]:
+        rule = "a flag of the shell; give it by name, such as config_dir=…, or call gptexp.sweep for -m"
+        raise ConfigError(f"{flags[0]}: {rule}", "not-an-override")
     register_from_init()
     folder = None if config_dir is None else str(config_dir)
     with composing.hydra_engine(folder) as engine:

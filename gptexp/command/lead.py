@@ -79,9 +79,10 @@ def freeze(config: Config, cfg: DictConfig, directory: Path) -> None:
 
 def _lr_of_branch(config: Config) -> str:
     parent = run_dir.load_config(Path(run_dir.run_and_checkpoint(config.branch_from or "")[0]))
-    if config.optim.lr == parent.optim.lr:
+    if not config.schedule.begin_tokens:
         return f"branch_from={config.branch_from}"
-    return f"optim.lr: {config.optim.lr / parent.optim.lr:.3g} of the peak of branch_from={config.branch_from}"
+    peak = config.optim.lr * config.schedule.peak_ratio / (parent.optim.lr * parent.schedule.peak_ratio)
+    return f"continue_from={config.branch_from}; its peak is {peak:.3g} of that run's"
 
 
 def readable_name(model: str, config: Config) -> str:

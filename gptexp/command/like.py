@@ -12,6 +12,7 @@ from gptexp.config.overrides import quoted
 from gptexp.config.parts import SOURCE
 from gptexp.config.paths import FILE_FLAGS, config_flags
 from gptexp.config.schema import LISTS, Config, fields_of, parts_of
+from gptexp.process.terminal import warn
 from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import branch, reader, run_dir
@@ -33,6 +34,8 @@ def like(given: str, arguments: Sequence[str]) -> list[str]:
     run_dir.require_directory(directory, "a run or a sweep", "--like")
     directory = one_run(directory)
     config = run_dir.load_config(directory)
+    if config.branch_from is not None:
+        warn(f"--like {given}: began with the checkpoint {config.branch_from}; this run begins with random weights")
     files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory, config)
     own = {text.lstrip("+").partition("=")[0] for text in arguments if "=" in text}
     groups = {f.name for f in fields(Config)} - own

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.noise_scale import noise_half_life
+from gptexp.config.parts import SOURCE
 from gptexp.config.rules import length_key
 from gptexp.config.schedule import Schedule, resolve_schedule
-from gptexp.config.schema import Config, result_deciding
+from gptexp.config.schema import Config, result_deciding, with_parts
 from gptexp.process.errors import ConfigError, Problem
 from gptexp.process.words import shown
 
@@ -91,7 +92,9 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
     if "schedule.begin_tokens" in given:
         rule = "follows from the checkpoint of continue_from; leave it out"
         raise ConfigError(f"schedule.begin_tokens={config.schedule.begin_tokens}: {rule}", "begin-not-taken")
-    branch = copy.deepcopy(parent.config)
+    branch = copy.deepcopy(with_parts(parent.config))
+    for entry in (*branch.train.evaluations, *branch.log.metrics):
+        entry.pop(SOURCE)  # they decide no bit, so they may have changed
     if "optim" in given:  # another optimizer has other keys
         branch.optim = config.optim
     if "schedule" in given:
@@ -106,6 +109,9 @@ def inherited(config: Config, parent: Parent, given: Collection[str]) -> Config:
     for key in given:
         section, name = _place(branch, key)
         composed, _ = _place(config, key)
+        if isinstance(section, dict):  # a key of a mapping, such as user.team
+            section[name] = composed[name]
+            continue
         if section is None or not hasattr(composed, name):
             continue  # a group, or a key of Hydra
         if not hasattr(section, name):
@@ -139,8 +145,8 @@ def _place(config: Config, key: str) -> tuple[Any, str]:
     section: Any = config
     *parents, name = key.split(".")
     for part in parents:
-        section = getattr(section, part, None)
-    return (section if parents or name == "init_from" else None), name
+        section = section.get(part) if isinstance(section, dict) else getattr(section, part, None)
+    return (section if parents or name in ("init_from", "user") else None), name
 
 
 def differences(config: Config, parent: Parent) -> Iterator[Problem]:
@@ -161,8 +167,10 @@ def history_problems(config: Config, parent: Parent) -> Iterator[Problem]:
     before, now = resolve_schedule(parent.config, parent_tokens), resolve_schedule(config, run_tokens)
     if steps <= parent.step:
         key = "max_tokens" if config.train.max_steps is None else "max_steps"
-        rule = f"the run would end after step {steps:,}, and the checkpoint of branch_from is that of step"
-        line = f"train.{key}={getattr(config.train, key)}: {rule} {parent.step:,}; lengthen the run"
+        start = "continue_from" if now.begin_tokens == parent.tokens else "branch_from"
+        rule = f"the run would end after step {steps:,}, and the checkpoint of {start} is that of step {parent.step:,}"
+        fix = f"give more than train.max_tokens={parent.tokens}, counted from the start of {parent.directory.name}"
+        line = f"train.{key}={getattr(config.train, key)}: {rule}; {fix}"
         yield Problem("branch-too-short", line)
     elif config.optim.gradient_noise_like_batch and noise_half_life(config, run_tokens) != half_life:
         yield Problem(
@@ -222,7 +230,8 @@ def _fix(config: Config, parent: Parent, had_decayed: bool) -> str:
     # The end, from the begin of the schedule, of a decay that begins at the checkpoint.
     end = math.ceil((parent.tokens - begin) / (1 - schedule.cooldown_ratio))
     if schedule.decay_steps is not None:
-        return f"use schedule.decay_steps={config.batch.step_sizes.steps_to(end)} or more"
+        sizes = config.batch.step_sizes
+        return f"use schedule.decay_steps={sizes.steps_to(begin + end) - sizes.steps_to(begin)} or more"
     if schedule.decay_tokens is not None:
         return f"use schedule.decay_tokens={end} or more"
     length = begin + math.ceil(end / schedule.decay_ratio)

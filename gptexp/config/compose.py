@@ -289,7 +289,7 @@ def to_config(
     """
     config = job_of(cfg)
     by_law = _is_by_law(cfg)
-    given = {text.split("=", 1)[0] for text in overrides}
+    given = {text.split("=", 1)[0].lstrip("+") for text in overrides}
     if parent is not None:
         # A branch takes a chosen schedule as a whole, so the keys of its file do not count as given.
         given |= {key for key in _of_chosen_files(cfg.hydra, overrides) if not key.startswith("schedule.")}
@@ -312,7 +312,7 @@ def to_config(
     _fit_micro_batch(config, given)
     changed = [*branching.differences(config, parent)] if parent is not None else []
     is_auto = config.train.max_tokens == AUTO
-    if is_auto:
+    if is_auto and (count_epoch is None or config.train.max_steps is not None):
         config.train.max_tokens = MOST_AUTO_TOKENS
     if not problems and not changed and count_epoch is not None:
         if config.train.epochs is not None:
@@ -341,14 +341,14 @@ def _settle_length(config: Config, epochs: float, count_epoch: Callable[[Config]
         config.train.max_tokens = max(1, round(epochs * count_epoch(config)))
 
 
-def _at_most_one_epoch(config: Config, count_epoch: Callable[[Config], int]) -> int:
-    """What `train.max_tokens=auto` becomes: all that it can be, if the text is not tokenised and must not be now."""
+def _at_most_one_epoch(config: Config, count_epoch: Callable[[Config], int]) -> int | str:
+    """What `train.max_tokens=auto` becomes. It stays if the text is not tokenised and must not be now."""
     try:
         return min(MOST_AUTO_TOKENS, count_epoch(config))
     except ConfigError as error:
         if error.code != "not-tokenised":
             raise
-        return MOST_AUTO_TOKENS
+        return AUTO
 
 
 def _entries(key: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

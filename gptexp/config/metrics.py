@@ -106,7 +106,7 @@ def is_loss(name: str) -> bool:
 
 def bits_metric(loss: str) -> str:
     """The name of the bits per byte that belong to the validation loss `loss`: `val/NAME/bpb` to `val/NAME/loss`."""
-    return f"{loss.rpartition('/')[0]}/bpb"
+    return "/bpb".join(loss.rsplit("/loss", 1))
 
 
 SHARPNESS = tuple(metric for metric in Metric if metric.startswith("sharpness/"))

@@ -170,6 +170,8 @@ def _misuse(
             return refuse("group-of-keys", f"{key} is a group of keys; set one of them: {inside}")
         return refuse("unknown-key", f"unknown key '{shown(key)}'; {_suggestion(key, fields, groups)}")
     if override.is_delete():
+        if key in MAY_BE_NULL:
+            return refuse("key-removed", f"write ~{key} alone")
         if key in groups:
             return refuse("key-removed", f"a run needs an option of this group; choose one: {key}=NAME")
         return refuse("key-removed", "a key cannot be removed; set it to another value")

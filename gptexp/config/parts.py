@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
+import math
 import sys
 import traceback
 import types
@@ -80,6 +81,8 @@ def imported(group: str, target: str) -> Callable[..., Any]:
     except Exception as error:  # whatever the user's module raises
         raise refuse("not-importable", in_one_line(error)) from error
     if not hasattr(parent, name):
+        if hasattr(parent, "__path__") and find_spec(target) is not None:
+            raise refuse("not-a-target", f"is a module; name a class or a function in it, such as {target}.NAME")
         close = nearest(name, vars(parent))
         raise refuse("not-importable", f"{module} has no {name}{f'; did you mean {close}?' if close else ''}")
     found = getattr(parent, name)
@@ -138,11 +141,15 @@ def _why_no_part(group: str, found: Any) -> str | None:
             return f"must be a class derived from torch.{'nn' if group == 'model' else 'optim'}.{base.__name__}"
         if group == "optim" and "lr" not in parameters:
             return "must take lr, the peak learning rate"
+        if group == "optim" and (needed := _needed(getattr(found, "step"))):  # noqa: B009  mypy: of both classes
+            return f"its step() must need no argument, and needs {', '.join(needed)}"
     if group == "data" and not (inspect.isgeneratorfunction(found) or hasattr(found, "__iter__")):
         return "must be a generator function, or a class with __iter__"
     for name, parameter in keys_among(group, parameters).items():
         if parameter.default is parameter.empty and _kind(found, parameter) is None:
-            return f"takes {name}, whose type {parameter.annotation} cannot be written in YAML; give it a default"
+            untyped = parameter.annotation is parameter.empty
+            what = "which has no type" if untyped else f"whose type {parameter.annotation} cannot be written in YAML"
+            return f"takes {name}, {what}; give it {'a type or ' if untyped else ''}a default"
     return None
 
 
@@ -154,6 +161,13 @@ def is_block(found: Callable[..., Any]) -> bool:
 def _given(group: str, parameters: Iterable[str]) -> tuple[str, ...]:
     """The parameters that gptexp gives."""
     return BLOCK if group == "model" and tuple(parameters)[: len(BLOCK)] == BLOCK else GIVEN[group]
+
+
+def _needed(method: Callable[..., Any]) -> list[str]:
+    """The arguments that a method needs beside `self`."""
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = [*inspect.signature(method).parameters.values()][1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind in named]
 
 
 def keys_among(group: str, parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
@@ -273,6 +287,8 @@ def _typed(old: dataclasses.Field[Any] | None, kind: Any, default: Any) -> tuple
     Its default is the part's; one that must be given is gptexp's, or missing (`???`, as Hydra writes it).
     """
     is_required, metadata = default is inspect.Parameter.empty, {} if old is None else dict(old.metadata)
+    if old is None and float in _kinds_of(kind) and Any not in _kinds_of(kind):
+        metadata["rule"] = (lambda v: not isinstance(v, float) or math.isfinite(v), "must be finite", "out-of-range")
     if is_required:
         default = "???" if old is None else old.default
     if isinstance(default, list | tuple | dict):

@@ -22,6 +22,7 @@ from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import (
     ATTENTION_DEVICES,
     HELLASWAG,
+    OF_ANY_MODEL,
     Config,
     ModelConfig,
     every_key,
@@ -210,7 +211,7 @@ def _own_model(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "train.eval_tasks", "needs-own-blocks", rule)
     for f in fields(ModelConfig):
         value = getattr(cfg.model, f.name)
-        is_given = f.name in ("vocab_size", "block_size", "parametrisation") or parts.takes(cfg.model, f.name)
+        is_given = f.name in OF_ANY_MODEL or parts.takes(cfg.model, f.name)
         if not is_given and value != f.default:
             yield _refusal(cfg, f"model.{f.name}", "key-not-read", f"{target} does not take it; leave it out")
 
@@ -472,6 +473,9 @@ def _lengths(cfg: Config, _: int) -> Iterator[Problem]:
         yield _refusal(cfg, "schedule.begin_tokens", "begin-not-taken", rule)
     if cfg.schedule.begin_tokens >= run_tokens:
         return  # `branching.history_problems` says so
+    if cfg.schedule.peak_ratio < cfg.schedule.min_lr_ratio and cfg.schedule.name in ("cosine", "linear", "wsd"):
+        rule = f"below schedule.min_lr_ratio={cfg.schedule.min_lr_ratio:g}, to which the learning rate decays"
+        yield _refusal(cfg, "schedule.peak_ratio", "peak-below-minimum", f"{rule}; lower that")
     schedule = resolve_schedule(cfg, run_tokens)
     run_tokens -= schedule.begin_tokens
     warmup, decay, key = schedule.warmup_tokens, schedule.decay_tokens, length_key(cfg, "warmup")

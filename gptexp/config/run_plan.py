@@ -37,6 +37,7 @@ class RunPlan:
     batch: BatchPlan  # a step of batch.total_batch_size tokens; without a ramp, every step
     step_sizes: StepSizes
     steps: int  # number of steps at the end of the run, including those before a branch's checkpoint
+    is_most: bool  # the text may be too short for so many steps: one epoch of it is the length, and it is not tokenised
     branch_from: str | None  # RUN_DIR@STEP: the run begins after this step of another run
     schedule: Schedule
     least_warmup_steps: int  # the shortest warm-up that suits the optimizer
@@ -100,7 +101,8 @@ class RunPlan:
 
     @property
     def warmup_steps(self) -> int:
-        return self.step_sizes.steps_to(self.schedule.warmup_tokens)
+        steps_to = self.step_sizes.steps_to
+        return steps_to(self.schedule.warmup_ends) - steps_to(self.schedule.begin_tokens)
 
     @property
     def sharpness_measurements(self) -> int:
@@ -113,6 +115,8 @@ class RunPlan:
         """
         b, s, half_life, sharpness = self.batch, self.schedule, self.ema_half_life_tokens, self.sharpness_every_tokens
         asked = f"; beta2 asks for {self.least_warmup_steps:,}" if self.warmup_steps < self.least_warmup_steps else ""
+        most = "one epoch, at most " if self.is_most else ""
+        share = f" to {s.peak_ratio:g} of optim.lr" if s.peak_ratio < 1 else ""
         anew = f"which begins after {counted(s.begin_tokens, 'token')}, " if s.begin_tokens else ""
         branch = f"from step {self.first_step:,}, {self.first_tokens:,} tokens, of {self.branch_from}"
         lines = {
@@ -120,9 +124,9 @@ class RunPlan:
             f"{counted(b.seq_len, 'token')} × {counted(b.world_size, 'rank')} × "
             f"{counted(b.grad_accum_steps, 'micro-step')}",
             "batch ramp": self.ramp_in_words(),
-            "length": f"{counted(self.steps, 'step')}, {self.tokens:,} tokens{self._epochs(epoch_tokens)}",
+            "length": f"{most}{counted(self.steps, 'step')}, {self.tokens:,} tokens{self._epochs(epoch_tokens)}",
             "schedule": f"{s.name}, {anew}warm-up over {counted(s.warmup_tokens, 'token')} "
-            f"({self._steps_to(s.warmup_tokens)}{asked}), "
+            f"({self._steps_to(s.warmup_ends, s.begin_tokens)}{asked}){share}, "
             f"end at {counted(s.decay_ends, 'token')} ({self._steps_to(s.decay_ends)})",
             "average": f"of the weights, half-life {self._interval(half_life)}" if half_life else "",
             "validation": self._every(self.eval_every_tokens),
@@ -137,12 +141,12 @@ class RunPlan:
             return "; the number of epochs is unknown, run gptexp prepare"
         return f", {rounded(self.tokens / epoch_tokens)} epochs" if epoch_tokens else "; the corpus is too short"
 
-    def _steps_to(self, tokens: int) -> str:
-        """A length from the start of the run, in steps; with a ramp, the number of whole steps that reach it."""
-        total = self.batch.total_batch_size
-        if tokens % total and not self.step_sizes.ramp_tokens:
-            return f"{tokens / total:,.1f} steps"
-        return counted(self.step_sizes.steps_to(tokens), "step")
+    def _steps_to(self, tokens: int, begin: int = 0) -> str:
+        """A length from `begin` to `tokens`, in steps; with a ramp, the number of whole steps that reach it."""
+        total, sizes = self.batch.total_batch_size, self.step_sizes
+        if (tokens - begin) % total and not sizes.ramp_tokens:
+            return f"{(tokens - begin) / total:,.1f} steps"
+        return counted(sizes.steps_to(tokens) - sizes.steps_to(begin), "step")
 
     def _interval(self, tokens: int) -> str:
         """A length anywhere in the run, in tokens and in steps; with a ramp, in tokens only."""
@@ -156,6 +160,7 @@ class RunPlan:
         return {
             "tokens": self.tokens,
             "steps": self.steps,
+            "at_most": self.is_most,
             "ramp_steps": self.step_sizes.ramp_steps,
             "ramp": self.ramp_in_words() or None,
             "first_step": self.first_step,
@@ -164,7 +169,8 @@ class RunPlan:
             "warmup_tokens": self.schedule.warmup_tokens,
             "warmup_steps": self.warmup_steps,
             "least_warmup_steps": self.least_warmup_steps,
-            "decay_tokens": self.schedule.decay_ends,
+            "begin_tokens": self.schedule.begin_tokens,
+            "decay_tokens": self.schedule.decay_tokens,
             "eval_every_tokens": self.eval_every_tokens,
             "save_every_tokens": self.save_every_tokens,
             "sharpness_measurements": self.sharpness_measurements,
@@ -182,6 +188,7 @@ def plan_run(cfg: Config, micro_batch_size: int) -> RunPlan:
         batch=plan_batch(total, micro_batch_size, cfg.seq_len, cfg.world.size or 1),
         step_sizes=cfg.batch.step_sizes,
         steps=steps,
+        is_most=isinstance(train.max_tokens, str),
         branch_from=cfg.branch_from,
         schedule=resolve_schedule(cfg, run_tokens),
         least_warmup_steps=scaled_optim(cfg).least_warmup_steps(),

@@ -27,6 +27,7 @@ class Schedule:
     min_lr_ratio: float
     cooldown_ratio: float
     cooldown: str
+    peak_ratio: float = 1.0  # the factor at the end of the warm-up
     own: Callable[[], Callable[[int, int, int], float]] | None = None  # imports the user's own factor after the warm-up
     begin_tokens: int = 0  # tokens of the run before the schedule; all other lengths count from there
 
@@ -34,7 +35,7 @@ class Schedule:
         """Factor of the peak learning rate for the step that consumes `step_tokens` after `tokens_before`."""
         tokens = tokens_before - self.begin_tokens
         if tokens + step_tokens <= self.warmup_tokens:
-            return (tokens + step_tokens) / self.warmup_tokens
+            return self.peak_ratio * ((tokens + step_tokens) / self.warmup_tokens)
         return self._decay(max(tokens, self.warmup_tokens))
 
     @property
@@ -49,7 +50,7 @@ class Schedule:
 
     @property
     def peak_ends(self) -> int:
-        """The tokens of the run up to which the factor is that of the warm-up, and then 1."""
+        """The tokens of the run up to which the factor is that of the warm-up, and then `peak_ratio`."""
         if self.name == "constant":
             return LIMIT
         if self.name == "inverse_sqrt" or self.own is not None:
@@ -68,11 +69,11 @@ class Schedule:
             if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
                 rule = "must give a finite number, 0 or above"
                 raise ConfigError(f"schedule={self.name}: gives {factor} at {tokens:,} tokens; {rule}", "wrong-factor")
-            return float(factor)
+            return self.peak_ratio * float(factor)
         if self.name == "constant":
-            return 1.0
+            return self.peak_ratio
         if self.name == "inverse_sqrt":
-            return math.sqrt(self.warmup_tokens / tokens)
+            return self.peak_ratio * math.sqrt(self.warmup_tokens / tokens)
         start = self._decay_start
         if tokens >= self.decay_tokens:
             return self.min_lr_ratio
@@ -81,24 +82,31 @@ class Schedule:
             x = 0.5 * (1 - math.cos(math.pi * x))
         elif self.name == "wsd" and self.cooldown == "1-sqrt":
             x = math.sqrt(x)
-        return 1 - (1 - self.min_lr_ratio) * x
+        return self.peak_ratio - (self.peak_ratio - self.min_lr_ratio) * x
 
 
 def resolve_schedule(cfg: Config, run_tokens: int) -> Schedule:
     """Convert the ratios and steps of `cfg.schedule` to tokens, for a run of `run_tokens` tokens."""
     c, sizes = cfg.schedule, cfg.batch.step_sizes
     run_tokens -= c.begin_tokens
+
+    def tokens_of(steps: int) -> int:
+        """Tokens of so many steps from the begin of the schedule on."""
+        return sizes.tokens_after(sizes.steps_to(c.begin_tokens) + steps) - c.begin_tokens
+
     if c.warmup_steps is not None:
-        warmup = sizes.tokens_after(c.warmup_steps)
+        warmup = tokens_of(c.warmup_steps)
     elif c.warmup_tokens is not None:
         warmup = c.warmup_tokens
     else:
         warmup = round(c.warmup_ratio * run_tokens)
     if c.decay_steps is not None:
-        decay = sizes.tokens_after(c.decay_steps)
+        decay = tokens_of(c.decay_steps)
     elif c.decay_tokens is not None:
         decay = c.decay_tokens
     else:
         decay = round(c.decay_ratio * run_tokens)
     own = cache(partial(bound, "schedule", c)) if is_part(c) else None
-    return Schedule(c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown, own, c.begin_tokens)
+    return Schedule(
+        c.name, warmup, decay, c.min_lr_ratio, c.cooldown_ratio, c.cooldown, c.peak_ratio, own, c.begin_tokens
+    )

@@ -252,6 +252,8 @@ class ScheduleConfig:
     cooldown_ratio: float = ruled(0.2, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # wsd: length of the decay, as a
     # share of the tokens from the start of the run to the end of the decay
     cooldown: str = choice("linear", "1-sqrt")  # shape of wsd's decay; arXiv 2405.18392
+    peak_ratio: float = ruled(1.0, lambda v: 0 < v <= 1, "must lie in (0, 1]")  # learning rate at the end of the
+    # warm-up, as a share of optim.lr
     begin_tokens: int = not_negative(0)  # tokens at which the schedule begins, and from which its lengths count;
     # continue_from sets it
 
@@ -589,8 +591,10 @@ LATER_KEYS = (
     "model.position", "model.rope_theta", "model.rope_scaling", "model.head_dim", "model.n_kv_head", "model.qk_norm",
     "model.window", "model.window_every", "model.mlp", "model.mlp_ratio", "model.n_mlp", "model.logit_softcap",
     "train.z_loss", "train.epochs", "train.stop_at_loss", "train.patience_tokens", "data.document_mask",
-    "schedule.begin_tokens",
+    "schedule.begin_tokens", "schedule.peak_ratio",
 )  # fmt: skip
+
+OF_ANY_MODEL = ("vocab_size", "block_size", "parametrisation")  # keys that a model of the user's own has too
 
 # Keys that determine the sizes of a step's tensors.
 DECIDING_MEMORY = ("model.n_layer", "model.n_head", "model.n_embd", "model.block_size", "model.vocab_size",
@@ -793,7 +797,11 @@ def result_deciding(config: Config) -> dict[str, Any]:
         extra += ["train.save_every", "train.save_every_tokens"]
     if config.optim.gradient_noise_like_batch:
         extra.append("log.noise_half_life_tokens")
-    return {key: value for key, _, value in fields_of(config) if key in extra or not _is_in(key, IRRELEVANT_TO_RESULT)}
+    found = {key: value for key, _, value in fields_of(config) if key in extra or not _is_in(key, IRRELEVANT_TO_RESULT)}
+    if is_part(config.model):  # gptexp's other keys of a model have their defaults, and mean nothing for it
+        unread = {f"model.{f.name}": f.default for f in dataclasses.fields(ModelConfig) if f.name not in OF_ANY_MODEL}
+        found = {key: value for key, value in found.items() if key not in unread or value != unread[key]}
+    return found
 
 
 def hashed(deciding: dict[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,10 @@ def open_dataset(
     val_starts = parts.val_starts if val_dir is None else starts(val)
     dataset = Dataset(train, parts.order, val, val_starts, seq_len, hash, train_dir, train.n_vocab)
     for name, directory in others.items():
-        stream = opened(directory, None)
+        try:
+            stream = opened(directory, None)
+        except DataError as error:
+            raise DataError([f"data.validation.{name}: {problem}" for problem in error.problems]) from None
         dataset.texts[name] = replace(dataset, val=stream, val_starts=starts(stream), texts={})
     return dataset
 

@@ -14,6 +14,9 @@ from gptexp.model.loss import cross_entropy
 from gptexp.model.own_module import own_module
 from gptexp.process.errors import ConfigError
 
+SAME = 1e-3  # relative difference of logits that rounding may cause
+MOST_NAMED = 3
+
 
 class OwnModel(nn.Module):
     """The module that `model._target_` names, with the loss and with what evaluation and sampling call.
@@ -45,6 +48,33 @@ class OwnModel(nn.Module):
             rule = f"gives {tuple(logits.shape)} for ids {tuple(x.shape)}; must give logits {expected}"
             raise ConfigError(f"model._target_={getattr(self.cfg, TARGET)}: {rule}", "wrong-contract")
         return logits if y is None else cross_entropy(logits.flatten(0, 1), y.flatten(), self.z_loss)
+
+    def refuse_wrong_dependence(self, ranks: int) -> None:
+        """Raise `ConfigError` if a token's logits depend on later tokens; of several `ranks`, if a parameter is unused.
+
+        DDP waits for the gradient of every parameter. What the model raises itself, the first step will report.
+        """
+        device, half = device_of(self), self.cfg.block_size // 2
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            x, other = torch.randint(self.cfg.resolved_vocab_size, (2, 1, self.cfg.block_size), device=device)
+            later = torch.cat([x[:, :half], other[:, half:]], dim=1)
+            try:
+                with torch.no_grad():
+                    before, after = (self.eval()(ids)[:, :half].float() for ids in (x, later))
+                self.train()(x, x).backward()
+            except Exception:
+                return
+            finally:
+                self.train()
+                unused = [name for name, p in self.own.named_parameters() if p.grad is None and p.requires_grad]
+                self.zero_grad()
+        target, largest = f"model._target_={getattr(self.cfg, TARGET)}", before.abs().max().item() if half else 0.0
+        if half and not torch.allclose(before, after, rtol=SAME, atol=SAME * largest):
+            rule = "the logits of a token change with later tokens; let each depend on the tokens up to it"
+            raise ConfigError(f"{target}: {rule}", "wrong-contract")
+        if ranks > 1 and unused:
+            rule = f"the loss does not depend on {', '.join(unused[:MOST_NAMED])}, for which other ranks would wait"
+            raise ConfigError(f"{target}: {rule}; leave it out, or train on one rank", "wrong-contract")
 
     def hidden(self, x: Tensor) -> Tensor:
         """What `head` takes: here the logits themselves."""

@@ -134,6 +134,8 @@ def build_gpt(cfg: Config, effective: Effective, device: torch.device) -> Model:
     """Build the seeded model on `device`. If `effective` says so, the first step compiles it."""
     torch.manual_seed(cfg.train.seed)
     gpt = _unseeded(cfg, effective).to(device)
+    if isinstance(gpt, OwnModel):
+        gpt.refuse_wrong_dependence(cfg.world.size or 1)
     if effective.compile.value:
         # `fullgraph`: one graph that includes the loss, or an error.
         gpt.compile(fullgraph=isinstance(gpt, GPT), dynamic=False, options=compile_options())

@@ -31,6 +31,7 @@ from gptexp.run.first_weights import VOCABULARY, choose_weights, load_first_weig
 from gptexp.storage import checkpoint, run_dir
 from gptexp.storage.checkpoint import TrainState
 from gptexp.storage.init_from import Source
+from gptexp.storage.inventory import located
 from gptexp.training.evaluation import validation_loss
 
 
@@ -112,7 +113,7 @@ def load_run(
     `ConfigError` if there is no run or no such checkpoint, `CheckpointError` if it is not intact or has no average, and
     `DataError` if the tokenizer cannot be downloaded.
     """
-    path, step = one_checkpoint(str(directory), None if checkpoint is None else str(checkpoint), ema)
+    path, step = one_checkpoint(located(str(directory)), None if checkpoint is None else str(checkpoint), ema)
     run = load_checkpointed(path, ema, step)
     return run.model, load_tokenizer(run.config.data.tokenizer, path), run.config
 

@@ -68,7 +68,7 @@ class OwnEvaluation:
         """The numbers that the evaluation has returned. Raises `TypeError` if it has returned something else."""
         metrics = dict[str, float | None]()
         for metric, value in _named(f"eval/{self.name}", result).items():
-            number = float(value)
+            number = float(_scalar(value))
             metrics[metric] = number if math.isfinite(number) else None
             if metrics[metric] is None:
                 warn(f"{EVALUATIONS}: {metric} is {number}, which is logged as null")
@@ -85,6 +85,7 @@ class OwnMetrics:
     def __call__(self) -> dict[str, float | Tensor]:
         """The metrics own/NAME, or own/NAME/KEY, of the weights and gradients now."""
         found: dict[str, float | Tensor] = {}
+        was_training = self.gpt.training
         for name, call in [*self.calls.items()]:
             try:
                 with torch.no_grad(), torch.random.fork_rng(self.devices):
@@ -92,6 +93,8 @@ class OwnMetrics:
             except (Exception, SystemExit) as error:  # whatever the user's code raises
                 _warn_of(METRICS, name, error, "it is not called again")
                 del self.calls[name]
+        if self.calls and self.gpt.training != was_training:
+            self.gpt.train(was_training)
         return found
 
 
@@ -104,7 +107,13 @@ def _named(metric: str, result: Any) -> dict[str, Any]:
 
 def _scalar(value: Any) -> float | Tensor:
     """A copy of a number, without waiting for a GPU. Raises an error for anything else."""
-    return value.detach().reshape(()).clone() if isinstance(value, Tensor) else float(value)
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"returned a {type(value).__name__}, and not a number")
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.is_complex():
+        raise TypeError(f"a {value.dtype} is no real number")
+    return value.detach().reshape(()).clone()
 
 
 def _warn_of(key: str, name: str, error: BaseException, then: str) -> None:

@@ -5,6 +5,7 @@ The config is the one saved in the run directory. Resumes from the newest checkp
 
 import gc
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ from gptexp.run.first_weights import choose_weights, refuse_other_ids
 from gptexp.run.job import Decision, Job, Prepared
 from gptexp.run.logs import measure_utilisation, open_log
 from gptexp.run.nodes import check_places, leave_mark, place_of, warn_of_clocks
-from gptexp.run.summary import Summary, end_line, end_lines
+from gptexp.run.summary import Summary, end_line, end_lines, hashes_of_texts
 from gptexp.run.trial import settle_micro_batch
 from gptexp.storage import branch, checkpoint, init_from, run_dir
 from gptexp.storage.checkpoint import TrainState
@@ -206,7 +207,9 @@ def decide(job: Job, prepared: Prepared) -> Decision:
 def _decide(job: Job, prepared: Prepared) -> Decision:
     cfg, directory, dataset = job.cfg, job.directory, prepared.dataset
     checkpoints = directory / run_dir.CHECKPOINTS
-    _refuse_changed_data(directory, run_dir.read_summary(directory).get("data_hash"), dataset)
+    earlier = run_dir.read_summary(directory)
+    _refuse_changed_data(directory, earlier.get("data_hash"), dataset)
+    _refuse_changed_texts(directory, earlier.get("validation_hashes", {}), dataset)
     latest = checkpoint.load_latest(checkpoints)
     parent = branch.find(cfg) if latest is None else None
     saved = directory if parent is None else parent.directory
@@ -320,6 +323,15 @@ def _refuse_changed_data(path: Path, before: str | None, dataset: Dataset) -> No
             f"{path}: trained on other data (token hash {before}, now {dataset.hash}); restore the old "
             "text, or start a new run"
         )
+
+
+def _refuse_changed_texts(path: Path, before: Mapping[str, str], dataset: Dataset) -> None:
+    """Raise `DataError` if a text of data.validation is another one than in earlier attempts of the run."""
+    for loss, text in hashes_of_texts(dataset).items():
+        if before.get(loss, text) != text:
+            name = loss.removeprefix("val/").removesuffix("/loss")
+            rule = f"was another text before (hash {before[loss]}, now {text}), so {loss} would be no one curve"
+            raise DataError(f"{path}: data.validation.{name}: {rule}; restore it, or give it another name")
 
 
 def _sample(job: Job, decision: Decision, built: Built, state: TrainState) -> None:

@@ -383,11 +383,15 @@ def read(path: Path, kind: str, wanted: Mapping[str, Part]) -> None:
 
 
 def shapes_of(path: Path, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a kind in checkpoint `path`, without memory; none if several ranks have saved parts of them."""
-    layout = layout_of(path)
-    if layout.split or layout.files[kind] > 1:
-        return {}
-    return tensor_files.shapes(path / file_name(kind, 0, 1))
+    """The tensors of a kind in checkpoint `path`, without memory. If it `is_split`, those of the first rank's rows."""
+    count = layout_of(path).files[kind]
+    files = [tensor_files.shapes(path / file_name(kind, number, count)) for number in range(count)]
+    return {name: tensor for file in reversed(files) for name, tensor in file.items()}
+
+
+def is_split(path: Path) -> bool:
+    """Whether each rank has saved some rows of each tensor of checkpoint `path`."""
+    return layout_of(path).split
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

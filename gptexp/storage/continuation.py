@@ -45,12 +45,18 @@ def check_same(directory: Path, config: Config) -> Literal["new", "unfinished", 
             f"{directory}: the run is completed, and its learning rate has decayed; to train longer, start a new run "
             f"that warms up again, with continue_from={directory}"
         )
-    lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; start a new run" for key in changed]
+    lines = [f"{key} was {shown(old[key])}, now {shown(new[key])}; {_fix(key, config)}" for key in changed]
     if config.branch_from != before.branch_from and not _has_moved(directory, config):
         lines.append(f"branch_from was {shown(before.branch_from)}, now {shown(config.branch_from)}; start a new run")
     if lines:
         raise ConfigError([f"{directory}: cannot resume with another config: {line}" for line in lines])
     return "completed" if completed else "unfinished"
+
+
+def _fix(key: str, config: Config) -> str:
+    if key == "train.max_tokens" and config.data.name in ("text", "tokens"):
+        return "if that is one epoch (train.max_tokens=auto), the text has changed; restore it, or start a new run"
+    return "start a new run"
 
 
 def _has_moved(directory: Path, config: Config) -> bool:

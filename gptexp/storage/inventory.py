@@ -147,10 +147,12 @@ def link_in_outputs(directory: Path, outputs: str | None) -> None:
 
     Does nothing for None, and for a directory elsewhere.
     """
-    directory = directory.absolute()
-    if outputs is None or not directory.is_relative_to(Path(outputs).absolute()):
+    if outputs is None:
         return
-    link = OUTPUTS / directory.relative_to(Path(outputs).absolute())
+    place, directory = (Path(os.path.abspath(path)) for path in (outputs, directory))  # noqa: PTH100  removes ..
+    if not directory.is_relative_to(place):
+        return
+    link = OUTPUTS / directory.relative_to(place)
     try:
         if not (os.path.lexists(link) and link.resolve() == directory.resolve()):
             link.parent.mkdir(parents=True, exist_ok=True)

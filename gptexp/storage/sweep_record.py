@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.metrics import Metric
 from gptexp.config.paths import OUTPUTS
 from gptexp.config.schema import from_dict
 from gptexp.process.errors import ConfigError
@@ -35,6 +36,7 @@ class SweepRecord:
     to_choose: int = 0  # number of further cells that the sweeper has yet to choose
     cells: dict[str, PlannedCell] = field(default_factory=dict)  # name of the directory -> cell
     commands: list[list[str]] = field(default_factory=list)  # arguments of gptexp that began or widened it, newest last
+    objective: str = Metric.VAL_LOSS.value  # the loss that the newest command minimises (sweep.objective)
 
 
 def save(directory: Path, record: SweepRecord) -> None:

@@ -344,7 +344,10 @@ def record(directory: Path, config: DictConfig, cells: Sequence[Cell], to_choose
     commands = [given for given in (earlier.commands if earlier is not None else []) if given != newest]
     directory.mkdir(parents=True, exist_ok=True)
     shared = fixed_arguments(config)
-    sweep_record.save(directory, SweepRecord(config.sweep.name, shared, to_choose, recorded, [*commands, newest]))
+    objective = config.sweep.objective
+    sweep_record.save(
+        directory, SweepRecord(config.sweep.name, shared, to_choose, recorded, [*commands, newest], objective)
+    )
 
 
 def command(config: DictConfig) -> list[str]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from gptexp.distributed.ranks import AT_ONCE
-from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError
+from gptexp.process.errors import EXIT_DIVERGED, EXIT_FAILED, ConfigError, UserError
 from gptexp.process.signals import STOPPED, at_parents_death, collected, start_a_run
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
@@ -32,12 +32,17 @@ class Command:
     output: Path  # what it prints, if others run beside it
     directory: Path | None = None  # of a single run, which says whether it is done
     waits: bool = False  # for all commands before it, and those after it wait for it
+    needs: "Command | None" = None  # the earlier command whose run it begins with
+    is_derived: bool = False  # the directory follows from the command, so it has the run of no other
 
     def status(self) -> str:
         """That of its run; "" without one."""
         if self.directory is None or not run_dir.is_run(self.directory):
             return ""
-        return run_dir.present_status(self.directory, run_dir.read_summary(self.directory))
+        try:
+            return run_dir.present_status(self.directory, run_dir.read_summary(self.directory))
+        except UserError:
+            return "damaged"  # the command itself says how
 
 
 @dataclass
@@ -91,12 +96,21 @@ class Queue:
 
     def start(self, command: Command) -> None:
         """Start a command, unless its run is done, or runs already."""
-        status = command.status()
-        if status in (*run_dir.DONE, "running"):
-            outcome = "running" if status == "running" else f"already {status}"
+        status, outcome = command.status(), ""
+        if command.needs is not None and command.needs.directory and command.needs.status() != "completed":
+            line, self.failed = command.needs.title.partition(":")[0], self.failed + 1
+            outcome = f"not started: the run of {line} is {command.needs.status() or 'not there'}"
+        elif status == "running":
+            outcome = status
+        elif status in run_dir.DONE and command.is_derived:
+            outcome = f"already {status}"
+        if outcome:
             say(f"--- {outcome}: {command.title}")
             self.outcomes.append((command, outcome))
             return
+        arguments = command.arguments
+        if status and command.is_derived:  # begun: what its arguments name, such as latest, may be another run now
+            arguments = ["resume", str(command.directory)]
         is_shown, gpus = self.parallel == 1, self.free.pop()
         where = f" on GPU {', '.join(gpus)}" if gpus else ""
         say(f"--- begins{where}: {command.title}")
@@ -108,7 +122,7 @@ class Queue:
         command.output.parent.mkdir(parents=True, exist_ok=True)
         with nullcontext() if is_shown else command.output.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-Pm", "gptexp", *command.arguments],
+                [sys.executable, "-Pm", "gptexp", *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

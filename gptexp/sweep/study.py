@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gptexp.config.metrics import Metric
 from gptexp.process.errors import EXIT_FAILED, ConfigError, first_line
 from gptexp.process.terminal import say, warn
 from gptexp.process.words import counted
-from gptexp.reporting.listings.records import read_run
+from gptexp.reporting.listings.records import read_run, toward
 from gptexp.storage import locks, run_dir
 from gptexp.storage.sweep_record import MOST_CELLS
 from gptexp.sweep.cells import PLUGINS, Cell, draft_cells, settle
@@ -17,6 +18,7 @@ from gptexp.sweep.sweepers import CellSweeper, one_space, whole_number
 
 LOCK = ".lock-study"
 MOST_SEED = 2**31  # numpy's seeds lie below 2^32, and each trial adds one
+OBJECTIVE = "objective"  # attribute of the study: the loss that it minimises
 STUDY = "study.db"  # SQLite; `optuna-dashboard sqlite:///…/study.db` shows it
 
 
@@ -58,7 +60,7 @@ class OptunaSweeper(CellSweeper):
 
     def queue(self, cells: list[Cell], spaces: Sequence[Sequence[Axis]]) -> None:
         """Open the study. The `cells` are examples, and only those that the study chooses are run."""
-        self.study = Study(self.directory, one_space(spaces), self.seed)
+        self.study = Study(self.directory, one_space(spaces), self.seed, self.config.sweep.objective)
         self.total, self.asked, self.illegal = max(0, self.n_trials - self.study.completed), 0, 0
         if not self.study.wants(self.n_trials):
             say(f"--- {counted(self.study.completed, 'trial')} of {self.n_trials} completed; nothing is left to run")
@@ -106,11 +108,13 @@ class OptunaSweeper(CellSweeper):
 class Study:
     """The trials of a sweep, kept in its directory. A trial chooses values; the cell with these values is its run."""
 
-    def __init__(self, directory: Path, space: Sequence[Axis], seed: int) -> None:
+    def __init__(self, directory: Path, space: Sequence[Axis], seed: int, objective: str = Metric.VAL_LOSS) -> None:
         """Open the study in `directory`, or create it. `ask` returns interrupted trials first, then failed ones.
 
-        Raises `ConfigError` if Optuna is not installed, or if the stored study chose from other values.
+        Raises `ConfigError` if Optuna is not installed, or if the stored study chose from other values or minimised
+        another loss than `objective`.
         """
+        self.objective = objective
         try:
             import optuna
         except ImportError:
@@ -125,9 +129,13 @@ class Study:
         try:
             with locks.take(directory / LOCK):  # Optuna fails if another command creates the tables just then
                 self.study = optuna.create_study(storage=f"sqlite:///{path}", study_name="gptexp", load_if_exists=True)
-            trials = self.study.get_trials()
+            trials, minimised = self.study.get_trials(), self.study.user_attrs.get(OBJECTIVE, Metric.VAL_LOSS)
+            self.study.set_user_attr(OBJECTIVE, minimised if trials else objective)
         except Exception as error:  # SQLAlchemy's, SQLite's or Optuna's, by what is wrong with the file
             raise ConfigError(f"{path}: not a study of Optuna ({first_line(error)}); delete it to start anew") from None
+        if trials and minimised != objective:
+            rule = f"the study in {directory} minimises {minimised}; give the same, or set another sweep.name"
+            raise ConfigError(f"sweep.objective={objective}: {rule}", "another-objective")
         for trial in trials:
             for key in trial.distributions.keys() & self.distributions.keys():
                 stored = trial.distributions[key]
@@ -183,7 +191,7 @@ class Study:
         summary = run_dir.read_summary(cell.directory)
         status = summary.get("status")
         # Another command that ran the same trial may have told its result.
-        loss = read_run(cell.directory).loss if status == "completed" else None
+        loss = toward(read_run(cell.directory), self.objective).loss if status == "completed" else None
         if loss is not None:
             self.study.tell(number, loss, skip_if_finished=True)
         elif status == "diverged":

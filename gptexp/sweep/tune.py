@@ -31,6 +31,7 @@ from gptexp.reporting.listings.records import (
     lr_scaling,
     of_arm,
     read_run,
+    toward,
 )
 from gptexp.reporting.listings.search import why_in_words
 from gptexp.reporting.page.fitted import settings_given, write_optim
@@ -439,7 +440,7 @@ class TuneSweeper(CellSweeper):
                 self.known[directory] = run
             return self.known[directory]
 
-        return find_runs(self.directory, read, self.config.sweep.objective)
+        return [toward(run, self.config.sweep.objective) for run in find_runs(self.directory, read)]
 
     def _end_range(self, arm: SearchArm, trial: Trial, draft: Draft) -> None:
         """End the range of an arm at the last value before a trial that the rules of the key accept.

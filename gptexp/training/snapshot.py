@@ -126,16 +126,19 @@ def _of_this_rank(optimizer: Optimizer) -> Optimizer:
 
 def _add_late_state(path: Path, optimizer: Optimizer, parameters: Parameters) -> None:
     """Create the state that an optimizer of the user's own had begun after its first step. Raises `CheckpointError`."""
-    begun = _parts(parameters, optimizer, None)[OPTIMIZER].keys()
+    begun, mine = _parts(parameters, optimizer, None)[OPTIMIZER].keys(), {*optimizer.state}
     for name, saved in checkpoint.shapes_of(path, OPTIMIZER).items():
         owners = [owner for owner in parameters.named if name.startswith(f"{owner}.")]
         if name in begun or not owners:
             continue
         owner = max(owners, key=len)
         p, key = parameters.named[owner], name.removeprefix(f"{owner}.")
-        if "." in key:
-            rule = "a list in its state that begins after the first step; an optimizer must begin it in the first"
-            raise CheckpointError(f"{path}: {name}: {rule}")
+        if p not in mine:
+            continue  # another rank has its state
+        if "." in key or checkpoint.is_split(path) or parameters.split:
+            what = "a list" if "." in key else "split over the ranks"
+            rule = "an optimizer must begin it in its first step"
+            raise CheckpointError(f"{path}: {name}: state that begins after the first step, and {what}; {rule}")
         is_number = saved.dtype == torch.float64 and not saved.dim()
         optimizer.state[p][key] = 0.0 if is_number else torch.zeros_like(saved, device=p.device)
 

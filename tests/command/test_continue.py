@@ -15,7 +15,8 @@ from real_runs import equal, newest
 from safetensors.torch import load_file
 
 from gptexp.config.compose import compose
-from gptexp.config.schedule import Schedule
+from gptexp.config.schedule import Schedule, resolve_schedule
+from gptexp.config.schema import BatchConfig, Config, ScheduleConfig
 from gptexp.process.errors import ConfigError
 from gptexp.storage import branch, run_dir
 
@@ -54,7 +55,7 @@ def test_it_goes_on_with_weights_moments_and_data_at_a_new_learning_rate(
     again = ["optim.lr=5e-3", "schedule.warmup_steps=2", "log.progress=lines"]
     stopped = gptexp(*own, *again, "train.max_minutes=1e-9")
     assert (stopped.returncode, summary(tmp_path / "out")["status"]) == (0, "interrupted"), stopped.stderr
-    assert f"0.5 of the peak of branch_from={finished}@8" in stopped.stdout
+    assert f"continue_from={finished}@8; its peak is 0.5 of that run's" in stopped.stdout
     assert gptexp("train", "--like", "out", "--dry-run").returncode == 0
     assert gptexp(*own, *again).returncode == 0
     assert gptexp(*own[:-1], *again, "hydra.run.dir=at_once").returncode == 0
@@ -126,6 +127,33 @@ def test_errors_propose_it_where_no_exact_branch_is_possible(finished: Path) -> 
     longer.train.max_steps = 12
     with pytest.raises(ConfigError, match=f"continue_from={finished}"):
         check_same(finished, longer)
+
+
+def test_lengths_in_steps_count_from_the_checkpoint_on_a_ramp_too(finished: Path) -> None:
+    batch = BatchConfig(1024, 1, 16, ramp_from_tokens=128, ramp_tokens=4096)
+    cfg = Config(batch=batch, schedule=ScheduleConfig(warmup_steps=3, begin_tokens=batch.step_sizes.tokens_after(8)))
+    sizes, schedule = batch.step_sizes, resolve_schedule(cfg, 100_000)
+    factors = [schedule.lr_factor(sizes.tokens_after(n), sizes.at(sizes.tokens_after(n))) for n in (8, 9, 10, 11)]
+    assert factors[0] < factors[1] < factors[2] == 1.0 == pytest.approx(factors[3], rel=0.01)
+
+
+def test_mappings_of_the_command_line_are_taken_over(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The cat sees fish. " * 100)
+    own = [f"continue_from={finished}", "train.max_steps=12"]
+    of_text = [f"data.validation={{a: {tmp_path / 'a.txt'}}}", "sweep.objective=val/a/loss"]
+    config = composed([*own, *of_text, "user.team=b"])
+    assert (config.data.validation, config.user) == ({"a": str(tmp_path / "a.txt")}, {"team": "b"})
+    assert composed([*own, "log.wandb.init={job_type: x}"]).log.wandb.init == {"job_type": "x"}
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_the_peak_is_a_share_of_the_learning_rate(name: str) -> None:
+    whole, half = (Schedule(name, 1000, 9000, 0.1, 0.2, "linear", peak_ratio=share) for share in (1.0, 0.5))
+    assert [half.lr_factor(t, 100) for t in range(0, 1000, 100)] == [
+        pytest.approx(0.5 * whole.lr_factor(t, 100)) for t in range(0, 1000, 100)
+    ]
+    assert half.lr_factor(1000, 100) == pytest.approx(0.5)
+    assert half.lr_factor(9000, 100) == (0.5 if name == "constant" else pytest.approx(0.1))
 
 
 def test_its_lengths_count_from_the_checkpoint_and_the_rest_is_that_of_the_run(finished: Path) -> None:

@@ -64,6 +64,11 @@ def test_a_command_that_begins_with_a_run_of_an_earlier_one_waits_for_it(train: 
         (["run queue.txt"], "usage"),
         (["gptexp"], "usage"),
         (["train 'a"], "usage"),
+        (["report nothing"], "no-such-folder"),
+        (["train model=bytes", "train --config-dir nothing optim=mine"], "no-such-folder"),
+        (["train continue_from=nothing train.max_steps=3"], "not-a-run"),
+        (["train hydra.run.dir=a", "train hydra.run.dir=a train.seed=2"], "command-given-twice"),
+        (["train hydra.run.dir=a", "train continue_from=a optim.lrr=3"], "unknown-key"),
         (["train optim.lrr=1"], "unknown-key"),
         (["train --frobnicate"], "usage"),
         (["train -m optim.lr=-1,-2"], "out-of-range"),
@@ -85,7 +90,7 @@ def test_what_is_done_is_skipped_and_a_failure_does_not_end_the_queue(
 ) -> None:
     lines = [
         f"{train} optim.lr=1e9 schedule=constant optim.grad_clip=0 schedule.warmup_tokens=0",
-        "evaluate nothing",
+        "rm outputs/named",
         f"{train} train.seed=2 hydra.run.dir=outputs/named",
         f"{train} continue_from=outputs/named train.max_steps=8",
     ]
@@ -97,8 +102,34 @@ def test_what_is_done_is_skipped_and_a_failure_does_not_end_the_queue(
     assert len(before) == 3
     again = gptexp("run", str(queue_of(tmp_path, *lines[2:])))
     assert again.returncode == 0
-    assert again.stdout.count("already completed") == 4, "of each run at its turn, and at the end"
+    assert again.stdout.count("already completed") == 2, "of the derived directory, at its turn and at the end"
     assert {run: (run / "metrics.jsonl").read_bytes() for run in runs(tmp_path)} == before
+
+
+def test_a_line_that_begins_with_a_run_of_an_earlier_line_needs_it_completed(
+    train: str, tmp_path: Path, gptexp: Gptexp
+) -> None:
+    """And `latest` is the newest run when the line starts; once begun, it goes on with the run that it began with."""
+    lines = [f"{train} train.max_minutes=1e-9 hydra.run.dir=outputs/first"]
+    lines.append("train continue_from=latest train.max_steps=8")
+    assert gptexp(*shlex.split(train), "hydra.run.dir=outputs/older", "train.max_steps=30").returncode == 0
+    file = queue_of(tmp_path, *lines, "train continue_from=outputs/first train.max_steps=9")
+    stopped = gptexp("run", str(file))
+    assert "not started: the run of line 1 is interrupted" in stopped.stdout
+    assert stopped.returncode == 1
+    file = queue_of(tmp_path, lines[0].replace("train.max_minutes=1e-9 ", ""), *lines[1:])
+    done = gptexp("run", str(file))
+    [continued] = [run for run in runs(tmp_path / "outputs/queue") if "latest" in run.name]
+    before = run_dir.load_config(continued).branch_from
+    assert done.returncode in (0, 1), done.stderr
+    gptexp("run", str(file))
+    assert run_dir.load_config(continued).branch_from == before
+
+
+def test_the_queue_honours_another_folder_for_outputs(train: str, tmp_path: Path, gptexp: Gptexp) -> None:
+    assert gptexp("run", str(queue_of(tmp_path, f"{train} paths.outputs=disk"))).returncode == 0
+    [run] = runs(tmp_path / "disk/queue")
+    assert (tmp_path / "outputs/queue" / run.name).resolve() == run
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

@@ -130,7 +130,8 @@ def test_a_search_whose_budget_is_spent_goes_on_with_a_larger_one(spent: Path, m
     tune.main(proposal.command.split()[2:])
     tune.main(record.commands[-1][1:])
     more, before = map(set, stood_for)
-    assert more - before == {f"hydra.sweeper.budget={7 + proposal.runs}runs"}
+    place = f"'hydra.sweep.dir=\"{spent}\"'"  # it is not in outputs/
+    assert more - before == {f"hydra.sweeper.budget={7 + proposal.runs}runs", place}
     assert all(f"--budget {7 + proposal.runs}runs" in answer.wanted for answer in report.answers)
 
 

@@ -217,7 +217,7 @@ def test_state_that_an_optimizer_begins_later_is_resumed_with_the_same_bits_or_r
     assert equal(tmp_path / "plain", tmp_path / "plain-again")
     refused = gptexp("resume", "list-again", env=env)
     assert refused.returncode == 4
-    assert "a list in its state" in refused.stderr.splitlines()[-1]
+    assert "state that begins after the first step, and a list" in refused.stderr.splitlines()[-1]
 
 
 def test_a_block_of_the_users_own_is_causal_and_there_are_as_many_as_asked(lab: dict[str, str]) -> None:
@@ -411,3 +411,44 @@ def test_counters_of_an_own_optimizer_go_on_where_they_were(gptexp: Gptexp, tiny
     done = gptexp("resume", "half", env=env)
     assert done.returncode == 0, done.stderr
     assert equal(tmp_path / "whole", half)
+
+
+WRONG_MODELS = """
+import torch
+from torch import nn
+class Plain(nn.Module):
+    def __init__(self, vocab_size, block_size):
+        super().__init__()
+        self.e, self.h = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+    def forward(self, x):
+        return self.h(self.e(x))
+class Future(Plain):
+    def forward(self, x):
+        h = self.e(x)
+        return self.h(h + h.mean(1, keepdim=True))
+class Unused(Plain):
+    def __init__(self, vocab_size, block_size):
+        super().__init__(vocab_size, block_size)
+        self.spare = nn.Linear(8, 8)
+"""
+
+
+def test_a_model_that_sees_later_tokens_or_has_unused_parameters_is_refused(
+    gptexp: Gptexp, tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG_MODELS)
+    (tmp_path / "conf/model").mkdir(parents=True)
+    for name in ("Plain", "Future", "Unused"):
+        (tmp_path / f"conf/model/{name.lower()}.yaml").write_text(f"_target_: wrong.{name}\nblock_size: 16\n")
+    own = [text for text in tiny if not text.startswith("model")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for name, ranks, code, named in (
+        ("plain", 2, 0, ""),
+        ("future", 1, 2, "later tokens"),
+        ("unused", 1, 0, ""),
+        ("unused", 2, 2, "spare.weight, spare.bias"),
+    ):
+        argv = ["train", "--config-dir", "conf", *own, f"model={name}", f"world.size={ranks}", "data.tokenizer=bytes"]
+        done = gptexp(*argv, f"hydra.run.dir={name}{ranks}", env=env)
+        assert (done.returncode, named in done.stderr) == (code, True), done.stderr
+        assert "Traceback" not in done.stderr

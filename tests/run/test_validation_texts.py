@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from conftest import events, runs, summary
 from real_runs import equal, train_here
 from sweeps import write_sweep
 
 from gptexp.config.compose import compose
-from gptexp.process.errors import ConfigError
+from gptexp.config.metrics import bits_metric
+from gptexp.process.errors import ConfigError, DataError
 from gptexp.reporting.page.comparison import compare, numbers
 from gptexp.reporting.page.report import build_report
 from gptexp.storage import run_dir
@@ -95,6 +97,51 @@ def test_runs_whose_text_of_a_name_differs_are_not_compared_by_it(
     assert compare(pair, "val/code/loss").why_incomparable
     for comparable in ("val/loss", "val/prose/loss"):
         assert not compare(pair, comparable).why_incomparable
+
+
+def test_a_text_that_has_changed_is_refused_at_resume(tiny: list[str], tmp_path: Path, texts: dict[str, str]) -> None:
+    argv = [*tiny, "data.tokenizer=bytes", of_all(texts)]
+    run_dir.save_config(tmp_path / "run", compose(argv))
+    assert train_here(argv, tmp_path / "run") == 0
+    Path(texts["code"]).write_text("print(1)\n" * 500)
+    with pytest.raises(DataError, match=r"data\.validation\.code"):
+        train_here(argv, tmp_path / "run")
+    short = tmp_path / "short.txt"
+    short.write_text("abc")
+    with pytest.raises(DataError, match=r"data\.validation\.s: "):
+        trained(tiny, tmp_path / "short", f"data.validation={{s: {short}}}")
+
+
+@pytest.mark.e2e
+def test_optuna_minimises_the_loss_that_it_is_given_and_refuses_another(
+    tiny: list[str], tmp_path: Path, texts: dict[str, str], gptexp: Gptexp
+) -> None:
+    own = ["train", "-m", *tiny, "data.tokenizer=bytes", of_all(texts), "sweep.name=o", "hydra/sweeper=optuna"]
+    own += ["optim.lr=interval(1e-3,1e-1)", "hydra.sweeper.n_trials=2"]
+    assert gptexp(*own, "sweep.objective=val/code/loss").returncode == 0
+    study = optuna.load_study(study_name="gptexp", storage=f"sqlite:///{tmp_path}/outputs/o/study.db")
+    losses = sorted(events(run, "eval")[-1]["val/code/loss"] for run in runs(tmp_path / "outputs/o"))
+    assert sorted(trial.value for trial in study.trials) == losses
+    other = gptexp(*own)
+    assert (other.returncode, "another-objective" in other.stderr) == (2, True)
+
+
+def test_a_search_whose_first_run_was_not_evaluated_goes_on(
+    tiny: list[str], tmp_path: Path, texts: dict[str, str], gptexp: Gptexp
+) -> None:
+    own = ["tune", *tiny, "data.tokenizer=bytes", "sweep.name=t", "--budget", "3 runs", "--yes"]
+    stopped = gptexp(*own, "train.max_minutes=1e-9")
+    assert stopped.returncode == 0, stopped.stderr
+    assert {summary(run)["status"] for run in runs(tmp_path / "outputs/t")} == {"interrupted"}
+    done = gptexp(*own)
+    assert done.returncode == 0, done.stderr
+    assert {summary(run)["status"] for run in runs(tmp_path / "outputs/t")} == {"completed"}
+
+
+def test_the_bits_of_averaged_weights_are_not_those_of_the_others() -> None:
+    assert [bits_metric(loss) for loss in ("val/loss", "val/a/loss", "val/loss_ema")] == [
+        "val/bpb", "val/a/bpb", "val/bpb_ema",
+    ]  # fmt: skip
 
 
 def with_another_text(root: Path, octaves: int) -> Path:

@@ -69,7 +69,7 @@ def test_a_run_keeps_its_vocabulary(
         assert evaluated["val/bpb"] == pytest.approx(evaluated["val/loss"] / math.log(2))
     else:
         assert "val/bpb" not in evaluated
-        assert "no val/bpb: the tokenizer loses or changes parts of a text" in evaluation.stderr
+        assert "no bits per byte: the tokenizer loses or changes parts of a text" in evaluation.stderr
         assert gptexp("export", "out", "exported").returncode == 0
         assert "`<s>`" in (tmp_path / "exported/README.md").read_text()
 

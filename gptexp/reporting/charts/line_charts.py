@@ -398,7 +398,7 @@ def _metrics(lines: Lines) -> Iterator[Figure]:
             {"tokens": point.tokens, "value": point.loss, "of": short[one], **_run_fields(lines, run, point)}
             for run in lines.runs
             for one in of
-            for point in run.curves.get(one, ())
+            for point in _thinned(lines, run.curves.get(one, []))
             if point.loss is not None
         ]
         spec = _line_spec(lines, points, vl.linear("value", printable(name)))

@@ -9,6 +9,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from gptexp.config.schema import Config, ScalingConfig, result_deciding
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import LAYOUT, printable
 from gptexp.process.words import shown
-from gptexp.storage import run_dir
+from gptexp.storage import run_dir, sweep_record
 from gptexp.storage.divergence import counts_as_diverged
 from gptexp.storage.inventory import runs_together
 from gptexp.storage.metrics_file import newest, scan
@@ -138,7 +139,8 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The newest value of each metric that has no field of its own."""
-        newest = {name: curve[-1].loss for name, curve in self.curves.items() if name not in OF_VALIDATION}
+        own = {*OF_VALIDATION} - ({Metric.VAL_LOSS} if self.objective != Metric.VAL_LOSS else set()) | {self.objective}
+        newest = {name: curve[-1].loss for name, curve in self.curves.items() if name not in own}
         return {name: value for name, value in newest.items() if value is not None}
 
     @property
@@ -207,20 +209,14 @@ def toward(run: Run, objective: str) -> Run:
     )
 
 
-def objective_of(runs: Sequence[Run], asked: str | None = None) -> str:
-    """The loss that is `asked` for, else the one that the newest of `runs` was to minimise (`sweep.objective`).
-
-    Raises `ConfigError` if no run has logged the loss that is asked for.
-    """
-    if asked is None:
-        return max(runs, key=lambda run: run.started or datetime.min).objective
+def refuse_unlogged(runs: Sequence[Run], asked: str) -> None:
+    """Raise `ConfigError` if no run has logged the loss that --objective asks for."""
     losses = sorted({name for run in runs for name in run.curves if is_loss(name)})
     if asked not in losses:
         rule = (
             f"no run here has logged this loss; give {' or '.join(losses)}" if losses else "no run has been evaluated"
         )
         raise ConfigError(f"--objective {shown(asked)}: {rule}", "no-such-loss")
-    return asked
 
 
 def read_end(directory: Path) -> Run:
@@ -264,12 +260,18 @@ def positive_value(config: Mapping[str, Any], key: str) -> float:
 def find_runs(directory: Path, read: Callable[[Path], Run] = read_run, objective: str | None = None) -> list[Run]:
     """The run in `directory`, or else the cells of a sweep or of a folder of runs, sorted by name.
 
-    Their loss is `objective` (`objective_of`). Raises `ConfigError` if `directory` is none of these.
+    Their loss is `objective`, else that of the sweep (`sweep.objective`). Raises `ConfigError` if `directory` is none
+    of these, or if no run has logged the objective.
     """
     run_dir.require_directory(directory, "a run or a sweep")
     runs = [read(path) for path in ([directory] if run_dir.is_run(directory) else runs_together(directory))]
-    about = objective_of(runs, objective)
-    return [toward(run, about) for run in runs]
+    if objective is not None:
+        refuse_unlogged(runs, objective)
+    else:
+        with suppress(ConfigError):  # a damaged sweep.json
+            sweep = sweep_record.load(directory)
+            objective = sweep.objective if sweep is not None else None
+    return runs if objective is None else [toward(run, objective) for run in runs]
 
 
 def lr_scaling(config: Mapping[str, Any], batch: int) -> float:

@@ -21,7 +21,7 @@ from gptexp.process.words import counted, first_keys, listed
 from gptexp.reporting.charts.line_charts import Lines, line_charts
 from gptexp.reporting.charts.pictures import bundle
 from gptexp.reporting.listings.differences import CONFIG, Difference, differences, recorded, what_differs
-from gptexp.reporting.listings.records import Run, has_diverged, objective_of, read_run, tokenizers, toward
+from gptexp.reporting.listings.records import Run, has_diverged, read_run, refuse_unlogged, tokenizers, toward
 from gptexp.reporting.listings.table import BITS, LOSS, SPEED, STATUS, TOKENS, metric_columns
 from gptexp.reporting.listings.terminal_table import print_in_blocks, texts_of
 from gptexp.reporting.page.cells_table import BEST_LOSS
@@ -109,8 +109,10 @@ def compare(directories: Sequence[Path], objective: str | None = None) -> Compar
     Raises `ConfigError` if one is damaged, or if none has logged that loss.
     """
     runs = list(_named(directories))
+    if objective is not None:
+        refuse_unlogged(runs, objective)
     common = {run.objective for run in runs}
-    objective = objective_of(runs, objective or (Metric.VAL_LOSS if len(common) > 1 else None))
+    objective = objective or (common.pop() if len(common) == 1 else Metric.VAL_LOSS)
     runs = [toward(run, objective) for run in runs]
     differing = differences(runs)
     labels = {run.name: f"{run.name}: {text}" for run, text in zip(runs, what_differs(runs, differing), strict=True)}

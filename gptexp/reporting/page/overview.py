@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from gptexp.config.blocks import in_words
 from gptexp.config.metrics import Metric
+from gptexp.config.parts import TARGET
 from gptexp.config.paths import config_flags
 from gptexp.config.schema import ModelConfig
 from gptexp.config.spelling import as_typed
@@ -170,11 +171,12 @@ def _as_scaled(arms: Sequence[Arm]) -> Iterator[tuple[str, str]]:
 
 
 def _model(run: Run) -> str:
-    layers, width = counted(run.config["model.n_layer"], "layer"), run.config["model.n_embd"]
     size = run.summary.get("parameters")
-    block = in_words(ModelConfig(**{f.name: run.config.get(f"model.{f.name}", f.default) for f in fields(ModelConfig)}))
-    parts = [f"{layers}, width {width:,}", counted(size, "parameter") if size else "", block]
-    return ", ".join(part for part in parts if part)
+    model = ModelConfig(**{f.name: run.config.get(f"model.{f.name}", f.default) for f in fields(ModelConfig)})
+    shape, block = f"{counted(model.n_layer, 'layer')}, width {model.n_embd:,}", in_words(model)
+    if (target := run.config.get(f"model.{TARGET}")) is not None:
+        shape, block = str(target), ""
+    return ", ".join(filter(None, [shape, counted(size, "parameter") if size else "", block]))
 
 
 def _each(texts: Iterable[str], plural: str) -> str:

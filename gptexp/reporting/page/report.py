@@ -156,8 +156,8 @@ def build_report(
     search = search_of(directory)
     key = key_of(search)
     read = cache(lambda path: along(given(path), key))  # progress and results read each run once
-    sweep = sweep_record.load(directory)
-    sweep = sweep and sweep_record.placed(sweep, directory)
+    recorded = sweep_record.load(directory)
+    sweep = recorded and sweep_record.placed(recorded, directory)
     cells = survey(directory, read)
     goes_on = is_going_on(directory, cells)
     analysis = analyse(printable(directory.resolve().name), find_runs(directory, read, objective))
@@ -178,7 +178,7 @@ def build_report(
         cells,
         sweep,
         goes_on,
-        overview(directory, analysis, cells, sweep, goes_on),
+        overview(directory, analysis, cells, recorded, goes_on),
         answers_of(analysis, sweep, further, within, search),
         about(key, verdict(analysis, behind_nats)),
         merged(further),

@@ -145,7 +145,7 @@ def label_of(choices: Mapping[str, Any], implied: Collection[str], run: Run) -> 
     if (name := choices.pop(OPTIMIZER, None)) is not None:
         choices = {"optim": name, **choices}
     sizes = [key for key in choices if key.startswith("model.") and key.removeprefix("model.") not in NOT_SHAPE]
-    known = {f.name: run.config[f"model.{f.name}"] for f in fields(ModelConfig)}
+    known = {f.name: run.config.get(f"model.{f.name}", f.default) for f in fields(ModelConfig)}
     option, changed = nearest_model(ModelConfig(**known)) if len(sizes) > 1 else (None, [])
     if f"model.{TARGET}" in run.config:
         own = {key.removeprefix("model.") for key in run.config if key.startswith("model.")} - known.keys()
@@ -211,6 +211,8 @@ def analyse(name: str, runs: Sequence[Run]) -> Analysis:
         for run in readable
         if has_diverged(run) and run.loss is not None
     ]
+    missing = [run for run in readable if run.status == "completed" and run.loss is None and run.curves]
+    problems += [f"{run.name}: has not logged {run.objective}; start it anew to have it" for run in missing]
     several_batches = [arm for arm in arms if len({run.batch for run in arm.runs}) > 1]
     confounds = sorted({line for arm in several_batches for line in confounds_of(arm.runs[0].config)})
     return Analysis(name, list(runs), arms, differing, [*problems, *data_warnings(readable), *confounds])
@@ -222,7 +224,8 @@ def _implied(runs: Sequence[Run], differing: Collection[str]) -> dict[tuple[str,
     A width implies the number of heads if all heads have one size.
     """
     implied: dict[tuple[str, Any], set[str]] = {}
-    if WIDTH in differing and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
+    has_heads = all(WIDTH in run.config and HEADS in run.config for run in runs)
+    if WIDTH in differing and has_heads and len({run.config[WIDTH] / run.config[HEADS] for run in runs}) == 1:
         implied = {(WIDTH, run.config[WIDTH]): {HEADS} for run in runs}
     for implying, beginning in IMPLYING.items():
         if implying not in differing:

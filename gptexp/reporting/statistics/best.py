@@ -44,6 +44,7 @@ def runs_to_compare(directories: Sequence[Path]) -> list[Path]:
     Raises `ConfigError` if fewer than two different directories are given, and the errors of `one_run`.
     """
     if len(directories) < 2:
+        run_dir.require_directory(directories[0], "a run or a sweep")
         raise ConfigError(f"{directories[0]}: a single run; give two or more to compare")
     runs: dict[Path, Path] = {}  # resolved path -> path
     for argument in directories:

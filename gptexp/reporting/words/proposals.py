@@ -24,6 +24,7 @@ from gptexp.reporting.statistics.posterior import NARROWEST
 from gptexp.reporting.statistics.tuning import REACH, SMALLEST_GAIN, WIDEST, covariance
 from gptexp.reporting.words.finding import sizes, tokens
 from gptexp.reporting.words.thresholds import WITHIN
+from gptexp.storage import branch
 from gptexp.storage.sweep_record import SweepRecord
 
 _, BATCH, _ = AXES
@@ -168,6 +169,9 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, batch)]
     replaced = {text.partition("=")[0] for text in own} | {*AXES}
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
+    if f"model.{TARGET}" not in arm.runs[0].config:  # the newest command may have been for an arm with an own model
+        option = branch.choices(arm.runs[0].directory).get("model")
+        kept = [f"model={option}" if option and text.startswith("model=") else text for text in kept]
     runs = len(lrs) * max(1, len(cells.seeds))
     ended = [run for run in arm.runs if run.status == "completed" and run.summary.get("wall_s")]
     wall_times = [run.summary["wall_s"] for run in [run for run in ended if run.batch == batch] or ended]
