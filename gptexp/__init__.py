@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from inspect import getdoc, signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,20 @@ _MODULES = {
 class _Function(ModuleType):
     """A module with the name of a function of the API, such as `gptexp.train`: to call it calls the function."""
 
+    @property
+    def _function(self) -> Any:
+        return getattr(import_module(_API), self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> Any:  # for `inspect.signature` and notebooks
+        return signature(self._function)
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return getdoc(self._function)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(_API), self.__name__.rpartition(".")[2])(*args, **kwargs)
+        return self._function(*args, **kwargs)
 
 
 class _Package(ModuleType):

@@ -252,12 +252,18 @@ def _one_line(error: BaseException) -> str:
 
 _CLASSES = {cls.__name__: name for name, cls in OPTIMIZERS.items()}
 _OF_PARTS = [f"{group}_[^']+" for group in (*PARTS.values(), *LISTS)]
-_NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join([*_CLASSES, *_OF_PARTS])})'")
+_SECTIONS = {cls.__name__: group for cls, group in PARTS.items()}
+_NO_SUCH_KEY = re.compile(rf"Key '(\w+)' not in '({'|'.join([*_CLASSES, *_SECTIONS, *_OF_PARTS])})'")
 
 
 def _no_such_key(key: str, cls: str, text: str) -> Problem:
     """The error for a key that the chosen optimizer or part does not have. `text` is Hydra's message about it."""
-    setter = f", which {found[1]} sets" if (found := re.search(r"In '([^']+)'", text)) else ""
+    found = re.search(r"In '([^']+)'", text)
+    setter = f", which {found[1]} sets" if found else ""
+    is_own = found is not None and not (conf_dir() / f"{found[1]}.yaml").exists()
+    own = f"; if {found[1]} is a part of your own, its file needs {TARGET}" if found and is_own else ""
+    if cls in _SECTIONS:
+        return Problem("unknown-key", f"{_SECTIONS[cls]}.{key}{setter}: no such key{own}")
     if cls not in _CLASSES:
         group, _, name = cls.partition("_")
         bases: list[type[Any]] = [*PARTS, *LISTS.values()]
@@ -270,7 +276,7 @@ def _no_such_key(key: str, cls: str, text: str) -> Problem:
     others = f", but of {', '.join(having)}" if having else ""
     keys = ", ".join(f.name for f in fields(OPTIMIZERS[name]) if f.name != "name")
     rule = f"not a key of optim={name}{others}; keys of optim={name}: {keys}"
-    return Problem("key-of-other-optimizer", f"optim.{key}{setter}: {rule}")
+    return Problem("key-of-other-optimizer", f"optim.{key}{setter}: {rule}{own}")
 
 
 def to_config(
@@ -353,8 +359,16 @@ def _at_most_one_epoch(config: Config, count_epoch: Callable[[Config], int]) -> 
 
 def _entries(key: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a list of parts with all keys of their parts. Raises `ConfigError`."""
-    with hydra_errors_as_config_errors():
-        full = {entry["name"]: entry for entry in (_entry(key, entry) for entry in entries)}
+    full: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        try:
+            with hydra_errors_as_config_errors():
+                whole = _entry(key, entry)
+        except ConfigError as error:
+            if error.code != "hydra":
+                raise
+            raise ConfigError(f"{key}: {entry.get(TARGET)}: {error}", "wrong-type") from None
+        full[whole["name"]] = whole
     if len(full) < len(entries):
         raise ConfigError(f"{key}: two have one name; give each a name of its own", "metric-given-twice")
     return [*full.values()]
@@ -362,7 +376,10 @@ def _entries(key: str, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 def _entry(key: str, entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of the list `key` with all keys of its part. Raises `ConfigError` or OmegaConf's error."""
-    target = str(entry.get(TARGET, ""))
+    if TARGET not in entry:
+        rule = f"needs {TARGET}, such as {{{TARGET}: my_lab.metrics.accuracy}}"
+        raise ConfigError(f"{key}: {shown(entry)}: {rule}", "not-a-target")
+    target = str(entry[TARGET])
     name = str(entry.get("name", target.rpartition(".")[2]))
     typed = structured(keys_class(LISTS[key], key, name, target)())  # type: ignore[arg-type]  # mypy: a type has no hash
     keys: Any = OmegaConf.to_object(OmegaConf.merge(typed, entry))

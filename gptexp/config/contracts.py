@@ -82,7 +82,8 @@ class Evaluation(Protocol):
     """`train.evaluations`: a function that returns a number, logged as eval/NAME, or several by name.
 
     Rank 0 calls it without gradients, with the weights that a checkpoint would have. `model(x)` gives the logits
-    (B, T, V) of the ids `x` (B, T). `batches` are the validation windows: ids (B, T), and those that follow them.
+    (B, T, V) of the ids `x` (B, T), in the run's dtype. `batches` are the validation windows: ids (B, T), and those
+    that follow them.
     """
 
     def __call__(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -267,7 +267,9 @@ def _wrong_value(key: str, field: dataclasses.Field[Any], value: Any, own: OwnKe
 
 def _wrong_type(key: str, field: dataclasses.Field[Any], value: Any) -> Problem:
     kinds = kinds_of(field)
-    rule = count_rule(unit_of(field)) if int in kinds else f"must be {KINDS.get(kinds[0], 'a value')}"
+    of_mappings = kinds == [list] and any(get_origin(inner) is dict for inner in get_args(field.type))
+    what = "a list of mappings, such as [{_target_: my_lab.NAME}]" if of_mappings else KINDS.get(kinds[0], "a value")
+    rule = count_rule(unit_of(field)) if int in kinds else f"must be {what}"
     optional = ", or null" if type(None) in get_args(field.type) else f", or {AUTO}" if kinds == [int, str] else ""
     return Problem("wrong-type", f"{key}={shown(value)}: {rule}{optional}")
 

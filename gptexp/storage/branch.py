@@ -48,7 +48,8 @@ def _refuse_no_run(given: str, directory: Path) -> None:
     if run_dir.is_run(directory):
         return
     if (directory / run_dir.SWEEP).is_file():
-        raise ConfigError(f"{given}: a sweep; give the directory of one of its runs", "not-a-run")
+        fix = f"give one of its runs, which gptexp ls {directory} --sort loss lists"
+        raise ConfigError(f"{given}: a sweep; {fix}", "not-a-run")
     raise ConfigError(f"{given}: no run is in {directory}; give RUN_DIR@STEP", "not-a-run")
 
 

@@ -428,7 +428,7 @@ def test_evaluations_have_the_keys_of_their_targets(lab: Path) -> None:
     ("entry", "more", "code"),
     [
         ("{_target_: lab.evaluation.score, kk: 1}", [], "unknown-key"),
-        ("{_target_: lab.evaluation.score, k: many}", [], "hydra"),
+        ("{_target_: lab.evaluation.score, k: many}", [], "wrong-type"),
         ("{_target_: lab.evaluation.score, every_tokens: -1}", [], "out-of-range"),
         ("{_target_: lab.evaluation.score, name: ../a}", [], "not-a-name"),
         ("{_target_: lab.evaluation.other}", [], "wrong-contract"),
