@@ -161,6 +161,17 @@ def link_in_outputs(directory: Path, outputs: str | None) -> None:
         warn(f"{link}: no link to {directory} ({error.strerror}); give commands the directory itself")
 
 
+def link_of(directory: Path) -> Path | None:
+    """The link that `link_in_outputs` has made to a run or a sweep; None if there is none."""
+    with suppress(ConfigError, ValueError, OSError, IndexError):
+        run = directory if run_dir.is_run(directory) else cells(directory)[0]
+        outputs = run_dir.load_config(run).paths.outputs
+        link = OUTPUTS.absolute() / directory.resolve().relative_to(Path(outputs or "").resolve())
+        if outputs is not None and link.is_symlink() and link.resolve() == directory.resolve():
+            return link
+    return None
+
+
 def bytes_on_disk(directory: Path) -> int:
     """Bytes that a directory takes on the disk. Links are not followed; what cannot be read is not counted."""
     total = 0

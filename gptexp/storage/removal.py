@@ -19,7 +19,7 @@ from gptexp.config.schema import from_dict
 from gptexp.process.errors import CheckpointError, ConfigError, InUseError
 from gptexp.process.terminal import as_command
 from gptexp.storage import run_dir, sweep_record
-from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep
+from gptexp.storage.inventory import bytes_on_disk, cells, find, is_sweep, link_of
 from gptexp.storage.reader import open_text, parse_json, read_json, read_yaml
 
 REMOVED = re.compile(r"\.removed-\d+")  # name of a directory that is being removed
@@ -79,13 +79,18 @@ def whole_removals(directories: list[Path]) -> list[Removal]:
 
 
 def _remove(place: Path, size: int) -> int:
+    link = link_of(place)
     remove(place)
+    if link is not None:
+        link.unlink()
     return size
 
 
 def _without_links_above(path: Path) -> Path:
-    """The absolute path with all links resolved, except in its last part."""
+    """The absolute path with all links resolved, except in its last part, unless gptexp has made the link there."""
     path = path.absolute()
+    if path.is_symlink() and link_of(path) == path:
+        return path.resolve()
     return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
 
 

@@ -123,6 +123,9 @@ def test_a_folder_on_another_disk_is_seen_by_all_verbs_and_a_moved_sweep_goes_on
     listed = gptexp("ls", "--json").stdout
     assert {row["kind"] for row in json.loads(listed)} == {"run", "sweep"}
     assert gptexp("evaluate", "three@best").returncode == gptexp("status", single.name).returncode == 0
+    assert gptexp("rm", str(Path("outputs") / single.relative_to(disk)), "--yes").returncode == 0
+    assert not single.exists()
+    assert not (tmp_path / "outputs" / single.relative_to(disk)).is_symlink()
     (disk / "three").rename(tmp_path / "moved")
     (tmp_path / "outputs/three").unlink()
     report = gptexp("report", "moved")
