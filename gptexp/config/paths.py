@@ -89,7 +89,8 @@ def own_config(config_dir: str | None, config_name: str | None) -> Path | None:
         rule = f"{shown(str(own / file))} does not exist; give the name of a YAML file in {own}"
         raise ConfigError(f"{given}: {rule}", "no-such-file")
     if is_file(conf_dir() / file) or name == "schema":
-        raise ConfigError(f"{given}: gptexp has a {file} of its own; rename {own / file}", "name-taken")
+        fix = f"rename {own / file}, or for the config of a run --like {own}"
+        raise ConfigError(f"{given}: gptexp has a {file} of its own; {fix}", "name-taken")
     return own / file
 
 

@@ -37,6 +37,7 @@ from gptexp.data.prepare import count_ids, data_hash, prepare
 from gptexp.distributed.ranks import launcher_world_size
 from gptexp.process.errors import ConfigError, Problem, UserError
 from gptexp.process.fields import AUTO
+from gptexp.reporting.listings.records import AXES
 from gptexp.storage import branch, run_dir, sweep_record
 from gptexp.storage.continuation import check_same
 from gptexp.storage.init_from import choose_vocab_size, with_step
@@ -277,7 +278,9 @@ class CellNames:
         digest = hashlib.sha256(serialised.encode()).hexdigest()[:HASH_CHARS]
         if digest in self._names:
             return self._names[digest]
-        readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
+        last = {key: number for number, key in enumerate(AXES, 1)}  # so that all cells have the keys in one order
+        ordered = sorted(values.items(), key=lambda item: (last.get(item[0], 0), item[0]))
+        readable = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in ordered)
         name = f"{readable[:READABLE_CHARS]}-{digest}" if readable else digest
         return re.sub(r"[^A-Za-z0-9._=,-]", "_", name)
 

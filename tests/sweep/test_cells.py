@@ -1,5 +1,6 @@
 """The cells of a sweep: composed as by Hydra, and with names by which the same or a wider grid finds them again."""
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -238,3 +239,11 @@ def test_a_wrong_value_has_hydras_error(wrong: str) -> None:
         with pytest.raises(type(theirs.value)) as ours:
             Compositions(engine.config_loader, sweep).cell([wrong])
         assert str(ours.value) == str(theirs.value)
+
+
+def test_the_names_of_cells_have_their_keys_in_one_order(tmp_path: Path) -> None:
+    swept = {"train.seed": "2", "optim.lr": "1e-3", "optim": "lion", "batch.total_batch_size": "8192"}
+    config = compose(["model=nano", *(f"{key}={value}" for key, value in swept.items())])
+    names = {cell_name(config, dict(order), tmp_path) for order in itertools.permutations(swept.items())}
+    [name] = names
+    assert name.startswith("optim=lion,lr=0.001,total_batch_size=8192,seed=2-")
