@@ -87,6 +87,7 @@ def test_without_a_warm_up_or_a_decay_it_is_an_exact_branch(finished: Path, tmp_
     assert (cooldown.schedule.begin_tokens, cooldown.run_length[0]) == (8 * 128, 18)
 
 
+@pytest.mark.e2e
 def test_learning_rates_of_a_continuation_are_swept(finished: Path, tmp_path: Path, gptexp: Gptexp) -> None:
     own = ["train", "-m", f"continue_from={finished}", "train.max_steps=12", "optim.lr=2e-3,4e-3,8e-3"]
     done = gptexp(*own, "sweep.name=anew")

@@ -85,6 +85,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(
     assert (refused.value.code, [*tmp_path.iterdir()]) == (code, [tmp_path / "queue.txt"])
 
 
+@pytest.mark.e2e
 def test_what_is_done_is_skipped_and_a_failure_does_not_end_the_queue(
     train: str, tmp_path: Path, gptexp: Gptexp
 ) -> None:
@@ -106,6 +107,7 @@ def test_what_is_done_is_skipped_and_a_failure_does_not_end_the_queue(
     assert {run: (run / "metrics.jsonl").read_bytes() for run in runs(tmp_path)} == before
 
 
+@pytest.mark.e2e
 def test_a_line_that_begins_with_a_run_of_an_earlier_line_needs_it_completed(
     train: str, tmp_path: Path, gptexp: Gptexp
 ) -> None:
@@ -132,6 +134,7 @@ def test_the_queue_honours_another_folder_for_outputs(train: str, tmp_path: Path
     assert (tmp_path / "outputs/queue" / run.name).resolve() == run
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_a_queue_that_is_stopped_or_killed_goes_on_with_the_same_bits(
     parallel: int, train: str, tmp_path: Path, start: Start, gptexp: Gptexp

@@ -62,6 +62,7 @@ def test_another_problem_is_said_before_the_text_is_counted() -> None:
     assert caught.value.code == "out-of-range"
 
 
+@pytest.mark.e2e
 def test_a_run_of_epochs_tokenises_first_and_saves_its_tokens(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str], tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def fails(model):
 """
 
 
+@pytest.mark.e2e
 def test_metrics_of_steps_see_weights_and_clipped_gradients(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_a_block_of_the_users_own_is_causal_and_there_are_as_many_as_asked(lab: 
             compose([*overrides, key], config_dir=str(EXAMPLE / "conf"))
 
 
+@pytest.mark.e2e
 def test_a_block_of_the_users_own_is_trained_and_read(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
 ) -> None:
@@ -257,6 +259,7 @@ def with_lstm(tiny: list[str]) -> list[str]:
     return [*(text for text in tiny if not text.startswith("model")), *LSTM]
 
 
+@pytest.mark.e2e
 def test_an_own_model_is_planned_trained_evaluated_and_sampled(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path, lab: dict[str, str]
 ) -> None:
@@ -433,6 +436,7 @@ class Unused(Plain):
 """
 
 
+@pytest.mark.e2e
 def test_a_model_that_sees_later_tokens_or_has_unused_parameters_is_refused(
     gptexp: Gptexp, tiny: list[str], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_text_has_the_losses_that_it_has_alone(tiny: list[str], tmp_path: Path
     assert abs(together[-1]["val/code/loss"] - together[-1]["val/prose/loss"]) > 1e-3
 
 
+@pytest.mark.e2e
 def test_evaluate_prints_what_the_run_has_logged(
     tiny: list[str], tmp_path: Path, texts: dict[str, str], gptexp: Gptexp
 ) -> None:
@@ -69,6 +70,7 @@ def test_evaluate_prints_what_the_run_has_logged(
     assert given["val/loss"] == pytest.approx(logged["val/code/loss"], rel=1e-6)
 
 
+@pytest.mark.e2e
 def test_a_search_minimises_the_loss_of_the_text_that_it_is_given(
     tiny: list[str], tmp_path: Path, texts: dict[str, str], gptexp: Gptexp
 ) -> None:
@@ -126,6 +128,7 @@ def test_optuna_minimises_the_loss_that_it_is_given_and_refuses_another(
     assert (other.returncode, "another-objective" in other.stderr) == (2, True)
 
 
+@pytest.mark.e2e
 def test_a_search_whose_first_run_was_not_evaluated_goes_on(
     tiny: list[str], tmp_path: Path, texts: dict[str, str], gptexp: Gptexp
 ) -> None:
