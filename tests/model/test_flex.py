@@ -65,6 +65,7 @@ def test_a_mask_that_hides_nothing_is_none() -> None:
     assert build_block_mask(30, 30, None, like) is None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("recomputed", [0, 1])
 @pytest.mark.parametrize("part", ["model", "blocks"])  # of a split model the blocks are compiled
 def test_a_model_trains_as_with_chunks_and_is_compiled_once(
