@@ -98,7 +98,7 @@ def test_a_sweep_of_cells_on_two_nodes_that_loses_one_has_the_results_of_this_ma
     def in_the_middle() -> list[Path]:
         """A cell of many steps that trains, once another one has ended."""
         status = {path: summary(path)["status"] for path in runs(cells)}
-        now = [path for path in status if "=64," in path.name and status[path] == "running" and trains(path)]
+        now = [path for path in status if "=64-" in path.name and status[path] == "running" and trains(path)]
         return now if "completed" in status.values() else []
 
     [cell] = wait_for(in_the_middle, process, 240)
