@@ -1,6 +1,5 @@
 """`--like RUN_DIR`: a command line that has the config of a run, but for what it says itself."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -8,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gptexp.config.compose import PRECEDING, composition, hydra_engine, job_of
-from gptexp.config.overrides import quoted
+from gptexp.config.overrides import as_value
 from gptexp.config.parts import SOURCE
 from gptexp.config.paths import FILE_FLAGS, config_flags
 from gptexp.config.schema import LISTS, Config, fields_of, parts_of
 from gptexp.process.terminal import warn
-from gptexp.process.words import shown
 from gptexp.reporting.statistics.best import one_run
 from gptexp.storage import branch, reader, run_dir
 from gptexp.storage.inventory import located
@@ -77,15 +75,3 @@ def _value(flags: dict[str, str], kind: str, arguments: Sequence[str]) -> str | 
         if flags.get(flag) == kind:
             return value if equals else following
     return None
-
-
-def as_value(value: Any) -> str:
-    """A value in the grammar of Hydra's command line."""
-    if isinstance(value, str):
-        return quoted(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(as_value, value))}]"
-    if isinstance(value, dict):
-        escaped = {re.sub(r"([\\\\()\[\]{}:=, \t])", r"\\\1", str(key)): part for key, part in value.items()}
-        return f"{{{','.join(f'{key}:{as_value(part)}' for key, part in escaped.items())}}}"
-    return shown(value)

@@ -43,6 +43,8 @@ from gptexp.process.fields import AUTO, count_rule, parse_count, unit_of
 from gptexp.process.words import shown
 
 SECRET = re.compile(r".*(API_KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)  # names of environment variables
+WORD = re.compile(r"[a-zA-Z_/][\w./-]*", re.ASCII)  # a text that Hydra reads without quotes,
+NO_TEXTS = ("null", "none", "true", "false", "nan", "inf")  # but for these
 KINDS = {float: "a number", bool: "true or false", str: "text", list: "a list of texts",
          dict: "a mapping"}  # fmt: skip
 
@@ -51,6 +53,18 @@ def quoted(text: str) -> str:
     """`text` as a value that neither Hydra nor OmegaConf changes."""
     uninterpolated = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return QuotedString(uninterpolated, Quote.double).with_quotes()
+
+
+def as_value(value: Any) -> str:
+    """A value in the grammar of Hydra's command line, which reads it as the same value."""
+    if isinstance(value, str):
+        return value if WORD.fullmatch(value) and value.lower() not in NO_TEXTS else quoted(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(as_value, value))}]"
+    if isinstance(value, dict):
+        escaped = {re.sub(r"([\\\\()\[\]{}:=, \t])", r"\\\1", str(key)): part for key, part in value.items()}
+        return f"{{{','.join(f'{key}:{as_value(part)}' for key, part in escaped.items())}}}"
+    return shown(value)
 
 
 class Count(IntegerNode):

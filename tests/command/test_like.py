@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from sweeps import write_sweep
 
-from gptexp.command.like import as_value, like
+from gptexp.command.like import like
 from gptexp.config.compose import compose
 from gptexp.config.schema import Config, to_dict
 from gptexp.storage import run_dir
@@ -68,15 +67,6 @@ def test_a_run_of_epochs_is_taken_over(tmp_path: Path) -> None:
     for own, tokens in (([], 100_000), (["train.epochs=3"], 150_000), (["train.max_tokens=8192"], 8192)):
         again = compose([*like(run, own), *own], count_epoch=lambda _: 50_000)
         assert again.run_length[1] == tokens
-
-
-def test_values_are_written_in_hydras_grammar() -> None:
-    note, tags = '${x} "q" \\ é', ["a,b", "null", "7"]
-    config = compose(["model=nano", f"log.note={as_value(note)}", f"log.tags={as_value(tags)}"])
-    assert (config.log.note, config.log.tags) == (note, tags)
-    mix = {"/a b/(x).txt": 1.5, "/c:d=,{e}.txt": 2}
-    override = OverridesParser.create().parse_override(f"data.mix={as_value(mix)}")
-    assert override.value() == mix
 
 
 def test_a_run_like_another_has_its_results(gptexp: Gptexp, tiny: list[str], tmp_path: Path) -> None:

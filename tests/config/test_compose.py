@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 from sweeps import compose_sweep
 
 from gptexp.command.hydra_main import register_from_init
 from gptexp.config.compose import compose, composition, hydra_engine, is_multirun, is_sweep
+from gptexp.config.overrides import as_value
 from gptexp.config.paths import conf_dir, packaged_conf
 from gptexp.config.schedule import resolve_schedule
 from gptexp.config.schema import Config, ModelConfig, ScheduleConfig, WorldConfig, fields_of, result_deciding
@@ -134,6 +137,18 @@ def test_a_group_without_a_file_may_be_null() -> None:
 )  # fmt: skip
 def test_a_command_that_is_printed_has_what_was_typed(typed: str) -> None:
     assert as_typed(canonical([typed])) == [typed]
+
+
+def test_a_value_is_written_in_hydras_grammar() -> None:
+    texts = ['${x} "q" \\ é', "\\", "a,b", "a b", "'", "null", "None", "Nan", "True", "7", "1e3", ".5", "x=1", "{a}",
+             "a:b", "/a/b-c.txt", "muon", "gpt2_xl"]  # fmt: skip
+    read = compose(["model=nano", f"log.tags={as_value(texts)}", f"log.note={as_value(texts[0])}"])
+    assert (read.log.tags, read.log.note) == (texts, texts[0])
+    assert list(map(as_value, texts[-3:])) == texts[-3:]  # as one would type them
+    mix = {"/a b/(x).txt": 1.5, "/c:d=,{e}.txt": 2}
+    for value in (mix, list(range(200)), True, None, 1e-3, "", "f(x)", *texts[1:]):
+        found = OverridesParser.create().parse_override(f"x={as_value(value)}").value()
+        assert (found.text if isinstance(found, QuotedString) else found) == value
 
 
 @pytest.mark.parametrize("text", ["1e5 ", " 1e5", "###", "=====", "日本", "a;b&c", "<a> <b>"])

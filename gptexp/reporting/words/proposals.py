@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from gptexp.config.budget import as_typed_budget
+from gptexp.config.overrides import as_value
 from gptexp.config.parts import SOURCE, TARGET
 from gptexp.process.terminal import as_command
-from gptexp.process.words import counted, shown
+from gptexp.process.words import counted
 from gptexp.reporting.listings.progress import is_unfinished
 from gptexp.reporting.listings.records import AXES, lr_scaling
 from gptexp.reporting.listings.search import SearchHistory
@@ -165,7 +166,7 @@ def _proposal(arm: Arm, cells: _Cells, sweep: SweepRecord) -> Proposal | None:
     swept = [f"batch.total_batch_size={batch}", f"optim.lr={rates}"]
     if seeds := cells.seeds or _usual_seed(arm, sweep):
         swept.append(f"train.seed={','.join(map(str, seeds))}")
-    chosen = [f"{key}={_typed(value)}" for key, value in choices.items() if not key.endswith((TARGET, SOURCE))]
+    chosen = [f"{key}={as_value(value)}" for key, value in choices.items() if not key.endswith((TARGET, SOURCE))]
     own = [*chosen, f"sweep.name={sweep.name}", *swept, *_tied(arm, sweep, batch)]
     replaced = {text.partition("=")[0] for text in own} | {*AXES}
     kept = [text for text in sweep.overrides if text.partition("=")[0] not in replaced]
@@ -196,14 +197,6 @@ def _tied(arm: Arm, sweep: SweepRecord, batch: int) -> list[str]:
     nearest = min(arm.runs, key=lambda run: abs(math.log(run.batch / batch)))
     values = sweep.cells[nearest.name].values if nearest.name in sweep.cells else {}
     return [f"{key}={value}" for key, value in values.items() if "." in key and key not in nearest.config]
-
-
-def _typed(value: Any) -> str:
-    """A value in the syntax of Hydra's command line."""
-    text = shown(value)
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./-]+", text):
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return text
 
 
 def _answering(arm: Arm, within: float) -> Iterator[_Cells]:
