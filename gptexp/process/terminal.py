@@ -86,7 +86,7 @@ def emit_part(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _discard_stdout()
+        _discard(sys.stdout)
         raise UserError(f"stdout cannot be written to: {error.strerror}") from None
 
 
@@ -156,12 +156,13 @@ def _print(stream: TextIO, *lines: str) -> None:
     try:
         print(*lines, sep="\n", flush=True, file=stream)
     except OSError:
-        _discard_stdout()
+        _discard(stream)
 
 
-def _discard_stdout() -> None:
-    """Redirect stdout, including buffered output, to the null device."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Redirect `stream`, including buffered output, to the null device."""
+    with Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 @contextmanager
@@ -191,7 +192,7 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has closed it
-        _discard_stdout()
+        _discard(sys.stdout)
         sys.exit(EXIT_FAILED)
     except UserError as error:
         print_error(error)

@@ -128,10 +128,10 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     once_s = seen.step_s - seen.micro_steps * seen.micro_s
     steps, tokens = plan.steps - plan.first_step, plan.tokens - plan.first_tokens
     micro_steps = tokens // (batch.total_batch_size // batch.grad_accum_steps)
-    windows = math.ceil(_val_windows(cfg) / batch.world_size)
-    # A forward pass has a third of a micro-step's multiplications.
-    passes = 1 if cfg.train.ema_half_life_tokens is None else 2  # the averaged weights are evaluated too
-    validation_s = passes * math.ceil(windows / batch.micro_batch_size) * seen.micro_s / 3
+    windows, *of_texts = _val_windows(cfg)
+    passes = [windows, *of_texts] if cfg.train.ema_half_life_tokens is None else [windows, windows, *of_texts]
+    forward = sum(math.ceil(math.ceil(n / batch.world_size) / batch.micro_batch_size) for n in passes)
+    validation_s = forward * seen.micro_s / 3  # a forward pass has a third of a micro-step's multiplications
     validations = plan.times(plan.eval_every_tokens)
     compile_s = max(0.0, seen.first_s - seen.step_s)
     return Pace(
@@ -142,8 +142,12 @@ def pace(seen: Sample, cfg: Config, plan: RunPlan) -> Pace:
     )
 
 
-def _val_windows(cfg: Config) -> int:
-    """The number of validation windows of a run. If they are a share of the corpus, its tokens are counted."""
+def _val_windows(cfg: Config) -> list[int]:
+    """The numbers of validation windows: of the run, and of each text of `data.validation`, at most.
+
+    If they are a share of the corpus, its tokens are counted.
+    """
     if cfg.data.val_ratio is None:
-        return count_val_windows(cfg.data.val_tokens, cfg.seq_len)
-    return len(build_dataset(cfg).val_starts)
+        return [count_val_windows(cfg.data.val_tokens, cfg.seq_len)] * (1 + len(cfg.data.validation))
+    dataset = build_dataset(cfg)
+    return [len(dataset.val_starts), *(len(text.val_starts) for text in dataset.texts.values())]

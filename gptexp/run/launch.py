@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gptexp.process import errors
 from gptexp.process.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
@@ -47,7 +48,7 @@ from gptexp.storage import run_dir
 START_ANEW = -1  # instead of an exit code: a smaller micro-batch is saved, start the ranks again
 GRACE_S = 60  # for a checkpoint after a signal, before the agent kills the ranks
 
-_USER_ERRORS = {error.__name__ for error in UserError.__subclasses__()}
+_USER_ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, UserError)}
 
 
 def launch(directory: Path, world_size: int, max_restarts: int = 0, max_minutes: float | None = None) -> int:

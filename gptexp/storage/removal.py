@@ -35,7 +35,7 @@ _OF_BOTH = (
     rf"pictures/([a-z0-9-]+\.png|\.[a-z0-9-]+\.png\.{_TEMPORARY})",
     rf"{_WANDB_RUN}.*|wandb/(latest-run|debug.*\.log)",
 )
-_RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json"
+_RUN_FILES = r"config\.yaml|metrics\.jsonl|summary\.json|job\.json|tokenizer\.json"
 _OF_RUN = (
     *_OF_BOTH,
     rf"{_RUN_FILES}|\.({_RUN_FILES})\.{_TEMPORARY}|output\.log|events\.out\.tfevents\.[^/]*|\.lock(-rank0|-sweep)?{_MARKER}",
@@ -47,10 +47,11 @@ _OF_RUN = (
 _OF_SWEEP = (
     *_OF_BOTH,
     rf"sweep\.json|\.sweep\.json\.{_TEMPORARY}|study\.db(-journal|-wal|-shm)?|\.lock-(study|commands|choice){_MARKER}|\.submitit/.*",
+    rf"tune\.jsonl|optim/(fitted\.yaml|\.fitted\.yaml\.{_TEMPORARY})",
 )
 _RUN, _SWEEP = (re.compile("|".join(parts), re.DOTALL) for parts in (_OF_RUN, _OF_SWEEP))
 _FOLDERS = re.compile(
-    rf"\.hydra|checkpoints|{_CHECKPOINT}|profile|pictures|wandb|{_WANDB_RUN}.*|\.submitit(/.*)?", re.DOTALL
+    rf"\.hydra|checkpoints|{_CHECKPOINT}|profile|pictures|optim|wandb|{_WANDB_RUN}.*|\.submitit(/.*)?", re.DOTALL
 )
 
 
@@ -203,7 +204,7 @@ def _known_paths(root: Path, folder: Path, files: re.Pattern[str]) -> Iterator[P
             yield from _known_paths(root, path, files)
         elif stat.S_ISDIR(mode) and files is _SWEEP and folder == root and _is_cell(path):
             yield from _known_paths(path, path, _RUN)
-        elif stat.S_ISLNK(mode) and not below.startswith("wandb/"):  # wandb makes links to its newest run
+        elif stat.S_ISLNK(mode) and not below.startswith(("wandb/", ".submitit/")):  # wandb and submitit make links
             raise ConfigError(f"{path}: a link, which gptexp does not make; remove it yourself first")
         elif stat.S_ISDIR(mode) or not files.fullmatch(below):
             raise ConfigError(f"{path}: no part of a run or a sweep; move it elsewhere first")

@@ -121,9 +121,12 @@ class _Loop:
         t, state = self.t, self.state
         t.gpt.train()
         self.stop.begin()
-        weight_evals, checkpoint_evals = t.evaluations.due(state, self.is_complete())
+        was_last = self.is_complete()
+        weight_evals, checkpoint_evals = t.evaluations.due(state, was_last)
         if state.evaluated_tokens < state.tokens:  # an earlier attempt stopped before these evaluations
             self.evaluate(weight_evals)
+            if not was_last and self.is_complete():
+                checkpoint_evals = self.end_early(weight_evals)
         if state.step > t.plan.first_step and (reason := self.evaluate_checkpoint(checkpoint_evals, resumed=True)):
             return reason
         while not self.is_complete() and not self.reasons:
@@ -140,9 +143,7 @@ class _Loop:
                 break  # only seconds may be left: save without evaluating
             self.evaluate(weight_evals)
             if not last and self.is_complete():
-                self.log.alert(state.step - 1, state.tokens, "early stop", self.why_complete())
-                all_of_weights, checkpoint_evals = t.evaluations.due(state, last=True)
-                self.evaluate([each for each in all_of_weights if each not in weight_evals])
+                checkpoint_evals = self.end_early(weight_evals)
                 last = due_save = True
             if due_save or checkpoint_evals:
                 state.regular = due_save
@@ -169,6 +170,13 @@ class _Loop:
         if cfg.patience_tokens is not None and state.tokens - state.best_tokens >= cfg.patience_tokens:
             return f"no new lowest validation loss in train.patience_tokens={cfg.patience_tokens:,}"
         return ""
+
+    def end_early(self, evaluated: Sequence[Evaluation]) -> list[Evaluation]:
+        """Say why the run ends, and measure what is due at the end. Returns what then remains for the checkpoint."""
+        self.log.alert(self.state.step - 1, self.state.tokens, "early stop", self.why_complete())
+        of_weights, of_checkpoint = self.t.evaluations.due(self.state, last=True)
+        self.evaluate([each for each in of_weights if each not in evaluated])
+        return of_checkpoint
 
     def save(self, is_last: bool) -> None:
         with self.clock.paused(), weights_for_use(self.t.step.optimizer):

@@ -398,6 +398,7 @@ def test_weights_of_a_run_are_refused_for_other_characters(
         assert f"; use data.tokenizer={tmp_path / 'first/tokenizer.json'}" in done.stderr
     same = trained(gptexp, tiny, corpus, *from_first, "hydra.run.dir=same")
     assert same.returncode == 0, same.stderr
+    assert gptexp("rm", "same", "--yes").returncode == 0
     own = ("data.tokenizer=first/tokenizer.json", "init_from=first", "hydra.run.dir=with-its-own")
     advised = trained(gptexp, tiny, tmp_path / "fewer.txt", *own)
     assert advised.returncode == 0, advised.stderr

@@ -15,6 +15,7 @@ from gptexp.compare import main
 from gptexp.process.errors import CheckpointError, ConfigError
 from gptexp.process.words import shown
 from gptexp.reporting.listings.records import Run
+from gptexp.reporting.page.cells_table import results_table
 from gptexp.reporting.page.comparison import cells_of, compare, pairs_of, show
 from gptexp.reporting.statistics.noise import LARGEST_SPREAD
 from gptexp.storage import run_dir
@@ -88,6 +89,16 @@ def test_runs_have_labels_by_what_differs_and_their_results(capsys: pytest.Captu
     assert [(run["tokens"], run["tokens_per_s"], run["directory"]) for run in found["runs"]] == [
         (TOKENS, 8e3, "a"), (TOKENS, 8e3, "b")
     ]  # fmt: skip
+
+
+def test_a_metric_that_is_zero_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, name in enumerate("ab"):
+        write(name, seed=seed)
+        event = {"event": "eval", "time": 2e9, "step": 15, "tokens": TOKENS, "val/loss": 4.0, "eval/wrong": 0.0}
+        with Path(name, "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
+    table = results_table(compare([Path("a"), Path("b")]).runs)
+    assert "eval/wrong" in [column.key for column in table.columns]
 
 
 def test_a_value_that_does_not_fit_into_a_label_is_left_out_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,11 @@ def test_the_index_says_how_much_of_a_running_row_is_done(tmp_path: Path) -> Non
         assert "</span> 25%" in index_sections(build_index(tmp_path))["runs"]
         (run / run_dir.METRICS).unlink()
         assert entries(tmp_path)["a run"].share == 0
+    edited = run_dir.load_config(cell)
+    edited.branch_from = f"{run}@8"
+    run_dir.save_config(cell, edited)
+    with run_dir.held(cell):
+        assert entries(tmp_path)["sweep"].share == pytest.approx((1 + 8 / 56) / 3)  # of a branch, its own steps
 
 
 def test_rows_of_the_index_are_found_by_name_model_status_and_tags(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_the_estimated_time_of_a_step_scales_only_its_micro_steps(
     assert pace.total_s == pytest.approx(12 + 100 * pace.step_s + 4 * pace.validation_s)  # at 30, 60, 90 and 100
     averaged = replace(cfg, train=replace(cfg.train, ema_half_life_tokens=4096))
     assert calibrate.pace(seen, averaged, plan).validation_s == pytest.approx(2 * pace.validation_s)
+    texts = replace(cfg, data=replace(cfg.data, validation={"a": "a.txt", "b": "b.txt"}))
+    assert calibrate.pace(seen, texts, plan).validation_s == pytest.approx(3 * pace.validation_s)
     cfg.batch.total_batch_size = 4 * 1024 * 8  # another cell of a sweep, from the same sample
     assert calibrate.pace(seen, cfg, plan_run(cfg, 4)).step_s == pytest.approx(0.495)
     cfg.train.eval_every, cfg.train.eval_every_tokens = None, 0

@@ -19,7 +19,7 @@ from conftest import ROOT, events, processes_of, signal_rank, summary, wait_for
 from real_runs import begun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gptexp.process.errors import EXIT_DIVERGED
+from gptexp.process.errors import EXIT_DIVERGED, DataError, InUseError, PartError, UnavailableError, UserError
 from gptexp.run import launch
 from gptexp.run.launch import START_ANEW
 
@@ -86,6 +86,16 @@ def test_the_rank_that_failed_first_is_found(
         found[rank] = ProcessFailure(rank, 100 + rank, exit_code, str(file))
         found[rank].timestamp = moment
     assert launch._cause(ChildFailedError("gptexp.run", found)) == (cause, found[cause])
+
+
+@pytest.mark.parametrize("kind", [UserError, DataError, UnavailableError, InUseError, PartError])
+def test_an_error_for_the_user_has_no_traceback_and_the_exit_code_of_its_kind(
+    kind: type[UserError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = kind("a.txt: gone")
+    message = {"message": f"{kind.__name__}: {error}", "extraInfo": {"py_callstack": "Traceback"}}
+    assert launch._report(1, error.exit_code, message) == error.exit_code
+    assert capsys.readouterr().err.splitlines() == [f"gptexp: {'config error: ' * (kind is InUseError)}a.txt: gone"]
 
 
 # --- signals to real ranks -------------------------------------------------------------------------------------------

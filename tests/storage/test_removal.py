@@ -19,6 +19,7 @@ from gptexp.run.nodes import leave_mark
 from gptexp.storage import removal, run_dir
 from gptexp.storage.inventory import find
 from gptexp.storage.removal import REMOVED, check_removable, remove
+from gptexp.storage.search_log import FILE as DECISIONS
 from gptexp.storage.unneeded import unneeded_checkpoints
 from gptexp.sweep.jobs import JOB, JOBS
 from gptexp.sweep.study import LOCK, STUDY
@@ -70,7 +71,7 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
         (folder / "wandb/latest-run").symlink_to("offline-run-20260102_030405-ab12")
         (folder / "wandb/debug-internal.log").symlink_to("nowhere")
     event_file = "events.out.tfevents.1795426455.some.host.7838.000000"
-    for name in (run_dir.OUTPUT, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
+    for name in (run_dir.OUTPUT, run_dir.TOKENIZER, JOB, *run_dir.LOCKS, f".{run_dir.CONFIG}.a1_2c3d4", event_file):
         (cell / name).touch()
     leave_mark(cell)
     for name in (
@@ -81,10 +82,12 @@ def test_a_sweep_is_removed_with_all_that_commands_write_into_it(sweep: Path, ru
         shutil.copytree(run / CHECKPOINT, cell / run_dir.CHECKPOINTS / name)
     (cell / run_dir.PROFILE).mkdir()
     (cell / run_dir.PROFILE / "steps-10-15-rank0.json.gz").touch()
-    for name in (STUDY, LOCK, run_dir.COMMANDS_LOCK):
+    for name in (STUDY, LOCK, run_dir.COMMANDS_LOCK, run_dir.CHOICE_LOCK, DECISIONS, "optim/fitted.yaml"):
+        (sweep / name).parent.mkdir(exist_ok=True)
         (sweep / name).touch()
     (sweep / JOBS / "17").mkdir(parents=True)
     (sweep / JOBS / "17" / "17_0_log.out").touch()
+    (sweep / JOBS / ".submission_file_0.sh").symlink_to(sweep / JOBS / "17" / "17_submission.sh")
     assert main([str(sweep), str(cell), "--yes"]) == 0
     assert not sweep.exists()
     assert not any(REMOVED.fullmatch(path.name) for path in sweep.parent.iterdir())

@@ -80,6 +80,8 @@ def test_jobs_outlive_their_command_and_the_same_command_waits_for_them(
     for directory in runs(cells):
         assert summary(directory)["status"] == "completed"
         assert [event["step"] for event in events(directory, "step")] == list(range(steps))
+    assert gptexp("rm", str(cells), "--yes").returncode == 0
+    assert not cells.exists()
 
 
 @pytest.mark.e2e

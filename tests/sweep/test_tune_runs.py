@@ -70,6 +70,8 @@ def test_a_search_that_is_killed_five_times_has_the_choices_and_answers_of_a_who
     assert done.returncode == 0, done.stderr
     assert chosen(killed) == chosen(whole)
     assert answers(killed) == answers(whole)
+    assert gptexp("rm", str(whole), "--yes").returncode == 0
+    assert not whole.exists()
 
 
 def begun(directory: Path) -> list[Path]:

@@ -82,6 +82,31 @@ def test_a_run_that_has_stopped_early_does_not_go_on(tiny: list[str], tmp_path: 
     assert len(events(again, "step")) == 2
 
 
+def test_a_run_that_was_interrupted_before_its_last_evaluation_ends_after_it(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal comes in the step before an evaluation, which then finds that the run ends."""
+    (tmp_path / "late.py").write_text("def one(model, tokenizer, batches):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["train.evaluations=[{_target_: late.one}]", "train.stop_at_loss=100"]
+    argv, directory = [*tiny, *EVERY, "data.tokenizer=bytes", *own], tmp_path / "run"
+    run_dir.save_config(directory, compose(argv))
+
+    class AfterTwoSteps(StopRequest):
+        asked = 0
+
+        def flags(self) -> list[float]:
+            self.asked += 1
+            return [float(self.asked == 2), *super().flags()[1:]]
+
+    assert train_here(argv, directory, AfterTwoSteps()) == 130
+    assert events(directory, "eval") == []
+    assert train_here(argv, directory) == 0
+    assert [alert["about"] for alert in events(directory, "alert")] == ["early stop"]
+    assert [e["eval/one"] for e in events(directory, "eval") if "eval/one" in e] == [1.0]
+    assert (summary(directory)["status"], len(events(directory, "step"))) == ("completed", 2)
+
+
 def test_early_stops_are_refused_in_a_sweep_of_learning_rates(
     gptexp: Callable[..., subprocess.CompletedProcess[str]], tiny: list[str]
 ) -> None:

@@ -85,7 +85,7 @@ def cells_table(report: Report, is_live: bool = False) -> CellsTable | None:
 def results_table(runs: Sequence[Run]) -> CellsTable:
     """A row for each of `runs`, in their order: its name and its results."""
     results = (LOSS, BEST_LOSS, BITS, *metric_columns(runs), STATUS, TOKENS, SPEED, TIME)
-    columns = [NAME, *(column for column in results if any(map(column.value, runs)))]
+    columns = [NAME, *(column for column in results if any(column.value(run) is not None for run in runs))]
     columns = [NEWEST_LOSS if column is LOSS else column for column in columns]
     rows = [Row(run, run.share, False, link_to(run.directory.name), commands(run)) for run in runs]
     return CellsTable(columns, rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from gptexp.config.branching import first_tokens
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import printable
 from gptexp.process.words import counted, size_shown
@@ -94,7 +95,8 @@ def _share(row: Row) -> float | None:
 
 def _share_of_run(directory: Path) -> float | None:
     with suppress(ConfigError):
-        _, of_tokens = run_dir.load_config(directory).run_length
+        config = run_dir.load_config(directory)
+        first, (_, of_tokens) = first_tokens(config), config.run_length
         last = newest(directory / run_dir.METRICS, TOKENS)
-        return min(1.0, int(last[1]) / of_tokens) if last is not None else 0.0
+        return min(1.0, (int(last[1]) - first) / (of_tokens - first)) if last is not None else 0.0
     return None
