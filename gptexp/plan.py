@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
     register_from_init()
     if args.models:
-        _print_models(overrides, args.config_dir, gpu or GPUS["h100"], args.json)
+        _print_models(overrides, args.config_dir, args.config_name, gpu or GPUS["h100"], args.json)
         return
     with hydra_engine(args.config_dir) as engine:
         multirun = args.multirun or is_multirun(overrides)
@@ -106,14 +106,18 @@ def _parser() -> Parser:
     return parser
 
 
-def _print_models(overrides: list[str], config_dir: str | None, gpu: Gpu, as_json: bool) -> None:
+def _print_models(
+    overrides: list[str], config_dir: str | None, config_name: str | None, gpu: Gpu, as_json: bool
+) -> None:
     with permanent():
         from gptexp.command.fitting import print_fitting
 
     models = {}
     for name in options(folders(config_dir))["model"]:
         if name != "from_init":  # its sizes are those of the weights of init_from
-            config = compose([f"model={name}", f"{MICRO_BATCH}={AUTO}", *overrides], config_dir)
+            config = compose(
+                [f"model={name}", f"{MICRO_BATCH}={AUTO}", *overrides], config_dir, config_name=config_name
+            )
             ids = VOCAB_SIZES.get(config.data.tokenizer, VOCAB_SIZES["gpt2"])
             models[name] = with_vocab_size(config, padded(ids)) if config.model.vocab_size == AUTO else config
     print_fitting(models, gpu, as_json)

@@ -1,7 +1,6 @@
 """`--like RUN_DIR`: a command line that has the config of a run, but for what it says itself."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def like(given: str, arguments: Sequence[str]) -> list[str]:
         warn(f"--like {given}: began with the checkpoint {config.branch_from}; this run begins with random weights")
     files = [] if {*FILE_FLAGS} & {text.partition("=")[0] for text in arguments} else _files(directory, config)
     own = {text.lstrip("+").partition("=")[0] for text in arguments if "=" in text}
-    groups = {f.name for f in fields(Config)} - own
+    groups = {*Config.__dataclass_fields__} - own - {"sweep"}  # an option of `sweep` would begin a sweep
     chosen = {**branch.choices(directory), "optim": config.optim.name}
     options = [f"{group}={option}" for group, option in chosen.items() if group in groups]
     folder, name = (_value(FILE_FLAGS, kind, [*files, *arguments]) for kind in ("dir", "name"))

@@ -99,9 +99,10 @@ class _Reader:
         """The command of a run, a sweep or a search, and its directory if that is known yet."""
         short, _ = short_forms_parser().parse_known_args(arguments)
         later = short.like is not None and self._comes_later(short.like)
-        without = [text for text in arguments if text not in ("--like", short.like, f"--like={short.like}")]
-        as_typed = as_train(arguments) if verb == "tune" else without if later else spelled_out(arguments)
-        args = train_parser().parse_intermixed_args(as_typed)
+        typed = as_train(arguments) if verb == "tune" else arguments
+        if later:  # the run that it is like is not there yet
+            typed = [text for text in typed if text not in ("--like", short.like, f"--like={short.like}")]
+        args = train_parser().parse_intermixed_args(spelled_out(typed))
         values = {key: value for key, _, value in (text.partition("=") for text in args.overrides)}
         begins_with = [values[key].strip("'\"") for key in (*STARTS, "init_from") if key in values]
         named = [*begins_with, *([short.like] if short.like is not None else [])]

@@ -1,15 +1,13 @@
 """The plan of `gptexp tune`, before it starts: how many runs and how much time, and whether the budget holds them."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
 from gptexp.command.planning import Plan, add_times
-from gptexp.command.sweep_planning import makespan, plan_sweep
+from gptexp.command.sweep_planning import makespan, plan_sweep, share_machine
 from gptexp.config.budget import FEWEST_RUNS, Budget
-from gptexp.distributed.ranks import AT_ONCE
 from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import confirmed, emit, reserve_stdout_for_result, say, warn
 from gptexp.process.words import counted, duration, titled
@@ -57,15 +55,14 @@ def print_search(grid: Grid) -> tuple[int, float | None]:
     """
     sweeper = grid.sweeper
     assert isinstance(sweeper, TuneSweeper)
-    if sweeper.launcher.shares_machine and not grid.on_gpus:
-        os.environ[AT_ONCE] = str(grid.at_once or 1)  # runs at once share the cores
+    share_machine(grid)
     cells = plan_sweep(grid.drafts)
-    refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
+    refuse_illegal([cell.draft for cell in cells])
     sweeper.check_search([draft.config for draft in grid.drafts if draft.config is not None])
     plans: dict[tuple[str, ...], dict[int, Plan]] = {}  # arm -> batch size -> a run
-    for draft, cell in zip(grid.drafts, cells, strict=True):
+    for cell in cells:
         if cell.plan is not None:
-            plans.setdefault(sweeper.arm_of(draft.values), {})[cell.plan.run.batch.total_batch_size] = cell.plan
+            plans.setdefault(sweeper.arm_of(cell.draft.values), {})[cell.plan.run.batch.total_batch_size] = cell.plan
     if sweeper.launcher.shares_machine:  # else steps here say nothing of runs elsewhere
         add_times([planned for at in plans.values() for planned in at.values()])
     for arm, at in plans.items():

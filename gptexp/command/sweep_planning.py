@@ -4,14 +4,14 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptexp.command.planning import ASSUMPTION, HERE, Epoch, Plan, Request, add_prediction, add_times, plan, uncounted
 from gptexp.config.scaling import scaled_optim
 from gptexp.distributed.ranks import AT_ONCE
 from gptexp.machine.effective import Effective
 from gptexp.model.gpus import Gpu
-from gptexp.process.errors import ConfigError, Problem
+from gptexp.process.errors import ConfigError
 from gptexp.process.terminal import terminal_width, warn
 from gptexp.process.words import counted, duration, rounded, titled
 from gptexp.reporting.listings.terminal_table import print_table
@@ -37,9 +37,14 @@ LEAST_NEEDED = ("epochs", "micro-steps", "GiB per rank")  # columns that a narro
 class CellPlan:
     """A cell of a sweep: its plan, or the problems that make it illegal."""
 
-    values: dict[str, str]  # swept key -> its value as typed
-    problems: list[Problem]
+    draft: Draft
     plan: Plan | None
+
+
+def share_machine(grid: Grid) -> None:
+    """Plan from now on for runs that share the cores and the memory of this machine, if those of `grid` will."""
+    if grid.sweeper.launcher.shares_machine:
+        os.environ[AT_ONCE] = str(grid.at_once or 1)
 
 
 def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[CellPlan]:
@@ -48,31 +53,34 @@ def plan_sweep(drafts: Sequence[Draft], gpu: Gpu | None = None) -> list[CellPlan
     earlier: Effective | None = None
     epochs: dict[str, Epoch] = {}
     for draft in drafts:
-        problems, planned = draft.problems, None
+        planned = None
         if draft.config is not None:
             try:
                 planned = plan(draft.config, earlier, gpu, epochs)
                 earlier = earlier or planned.effective
             except ConfigError as error:
-                problems = error.problems
-        cells.append(CellPlan(draft.values, problems, planned))
+                draft = replace(draft, problems=error.problems)
+        cells.append(CellPlan(draft, planned))
     return cells
 
 
 def print_sweep(grid: Grid, request: Request = HERE) -> None:
     """Print the plan of a sweep, like `print_plan` of a run. Raises `ConfigError` for illegal cells, after printing."""
-    if not grid.on_gpus:
-        os.environ[AT_ONCE] = str(grid.at_once or 1)  # cells that run at once share the cores
+    share_machine(grid)
     cells = plan_sweep(grid.drafts, request.gpu)
     plans = [cell.plan for cell in cells if cell.plan is not None]
     if request.gpu is not None:
         for planned in plans:
             add_prediction(planned, request)
-    if request.with_time and not any(cell.problems for cell in cells):
+    if request.with_time and not any(cell.draft.problems for cell in cells):
         add_times(plans)
     if request.as_json:
         values = [
-            {"values": cell.values, "problems": cell.problems, "plan": cell.plan and cell.plan.to_dict()}
+            {
+                "values": cell.draft.values,
+                "problems": cell.draft.problems,
+                "plan": cell.plan and cell.plan.to_dict(),
+            }
             for cell in cells
         ]
         print(json.dumps({"cells": values, "of": grid.of, "at_once": grid.at_once}, indent=1))
@@ -82,7 +90,7 @@ def print_sweep(grid: Grid, request: Request = HERE) -> None:
     warnings += confounds([draft.config for draft in grid.drafts if draft.config is not None])
     for line in dict.fromkeys(warnings):
         warn(f"warning: {line}")
-    refuse_illegal([(draft.title, cell.problems) for draft, cell in zip(grid.drafts, cells, strict=True)])
+    refuse_illegal([cell.draft for cell in cells])
 
 
 def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None, chooser: str = "Optuna") -> None:
@@ -92,8 +100,8 @@ def show_sweep(cells: Sequence[CellPlan], total: int, at_once: int | None, choos
     """
     plans = [cell.plan for cell in cells if cell.plan is not None]
     times = [planned.time for planned in plans if planned.time is not None]
-    keys = dict.fromkeys(key for cell in cells for key in cell.values)
-    values = [(key.rpartition(".")[2], [cell.values.get(key, "") for cell in cells]) for key in keys]
+    keys = dict.fromkeys(key for cell in cells for key in cell.draft.values)
+    values = [(key.rpartition(".")[2], [cell.draft.values.get(key, "") for cell in cells]) for key in keys]
     longest, _ = max(values, key=lambda column: max(map(len, column[1])), default=("", []))
     needless = set() if times else {TIME}
     if all(scaled_optim(planned.config).lr == planned.config.optim.lr for planned in plans):

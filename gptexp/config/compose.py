@@ -399,18 +399,21 @@ def _make_paths_absolute(config: Config) -> Iterator[Problem]:
         data.mix = sources
     for key in ("path", "val_path"):
         value = getattr(data, key)
-        if is_path_list(value) and (key, data.name) != ("path", "hf") and not takes(data, key):
-            setattr(data, key, absolute(value) if isinstance(value, str) else [absolute(v) for v in value])
-    data.validation = {
-        name: absolute(path) if isinstance(path, str) else list(map(absolute, path))
-        for name, path in data.validation.items()
-        if is_path_list(path)
-    }
+        if (key, data.name) != ("path", "hf") and not takes(data, key):
+            setattr(data, key, _absolute(value))
+    data.validation = {name: _absolute(paths) for name, paths in data.validation.items()}
     # Not by `absolute`, which would treat these paths as globs.
     if data.tokenizer not in NAMES and is_file(Path(data.tokenizer)):
         data.tokenizer = os.path.abspath(data.tokenizer)  # noqa: PTH100
     if data.cache_dir:
         data.cache_dir = absolute(data.cache_dir)
+
+
+def _absolute(paths: Any) -> Any:
+    """An absolute path, or a list of them. What is neither stays, and is refused later."""
+    if not is_path_list(paths):
+        return paths
+    return absolute(paths) if isinstance(paths, str) else list(map(absolute, paths))
 
 
 def _settle_world_size(config: Config, started: int | None) -> Iterator[Problem]:

@@ -207,7 +207,7 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
 
     Drafts that spell the same values differently become one cell. Raises one `ConfigError` for all illegal drafts.
     """
-    refuse_illegal([(draft.title, draft.problems) for draft in drafts])
+    refuse_illegal(drafts)
     cells: dict[str, Cell] = {}
     names = CellNames(directory)
     for draft in drafts:
@@ -219,14 +219,14 @@ def settle(drafts: Sequence[Draft], directory: Path) -> list[Cell]:
     return list(cells.values())
 
 
-def refuse_illegal(cells: Sequence[tuple[str, list[Problem]]]) -> None:
-    """Raise `ConfigError` if any cell, given as (title, problems), has problems: one line for each distinct problem."""
+def refuse_illegal(drafts: Sequence[Draft]) -> None:
+    """Raise `ConfigError` if any cell has problems: one line for each distinct problem."""
     titles: dict[Problem, list[str]] = {}  # problem -> the cells that have it
-    for title, problems in cells:
-        for problem in problems:
-            titles.setdefault(problem, []).append(title)
+    for draft in drafts:
+        for problem in draft.problems:
+            titles.setdefault(problem, []).append(draft.title)
     if titles:
-        raise ConfigError([_with_cells(problem, titles[problem], len(cells)) for problem in titles])
+        raise ConfigError([_with_cells(problem, titles[problem], len(drafts)) for problem in titles])
 
 
 def _with_cells(problem: Problem, titles: list[str], total: int) -> Problem:

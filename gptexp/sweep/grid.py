@@ -33,7 +33,6 @@ class Grid:
     drafts: list[Draft]  # the cells; under Optuna, examples that together contain every possible choice
     of: int  # number of cells that will run
     at_once: int | None  # number of cells that run side by side; None: a trial decides when the sweep begins
-    on_gpus: bool
     sweeper: CellSweeper
 
 
@@ -54,7 +53,7 @@ def grid_of(sweeper: CellSweeper) -> Grid:
     drafts = draft_cells(sweeper.compositions, combinations, total)
     legal = [draft.config for draft in drafts if draft.config is not None]
     places = sweeper.find_places(legal) if legal else Places(1)
-    return Grid(drafts, total, places.at_once, bool(places.gpus), sweeper)
+    return Grid(drafts, total, places.at_once, sweeper)
 
 
 def build_sweeper(config: DictConfig, context: HydraContext, task: Any) -> CellSweeper:

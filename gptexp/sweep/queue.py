@@ -117,7 +117,7 @@ class Queue:
         environment = dict(os.environ)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        elif not is_shown:
+        if not is_shown:
             environment[AT_ONCE] = str(self.parallel)
         command.output.parent.mkdir(parents=True, exist_ok=True)
         with nullcontext() if is_shown else command.output.open("ab") as output:

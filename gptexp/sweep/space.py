@@ -108,11 +108,15 @@ def _values(override: Override) -> list[str]:
 
 def params_as_overrides(params: Mapping[str, Any]) -> list[str]:
     """Convert a sweeper's `params` to overrides. A list is swept, unless the key itself takes a list."""
-    takes_list = {"data.path", "data.val_path", "log.tags", "log.wandb.tags"}
+
+    def takes_list(key: str) -> bool:
+        field = fields_by_key().get(key)
+        return key in ("data.path", "data.val_path") or (field is not None and list in kinds_of(field))
+
     return canonical(
         [
             f"{key}={','.join(map(str, value))}"
-            if OmegaConf.is_list(value) and key not in takes_list
+            if OmegaConf.is_list(value) and not takes_list(key)
             else f"{key}={value}"
             for key, value in params.items()
         ]

@@ -1,5 +1,6 @@
 """`--like RUN_DIR`: a command with the config of a run."""
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from sweeps import write_sweep
 
 from gptexp.command.like import like
-from gptexp.config.compose import compose
+from gptexp.config.compose import compose, is_multirun
 from gptexp.config.schema import Config, to_dict
 from gptexp.storage import run_dir
 
@@ -35,6 +36,16 @@ def test_the_config_is_that_of_the_run(tmp_path: Path, overrides: list[str]) -> 
     config = saved(tmp_path / "run", *overrides)
     again = compose(like(str(tmp_path / "run"), []))
     assert to_dict(again) == to_dict(config)
+
+
+def test_a_cell_of_a_named_sweep_is_a_single_run(tmp_path: Path) -> None:
+    config = saved(tmp_path / "run", "model=nano", "optim.lr=3e-4")
+    record = {"hydra": {"runtime": {"choices": {"sweep": "lr", "model": "nano"}}}}
+    (tmp_path / "run/.hydra").mkdir()
+    (tmp_path / "run/.hydra/hydra.yaml").write_text(json.dumps(record))
+    arguments = like(str(tmp_path / "run"), [])
+    assert not is_multirun(arguments)
+    assert to_dict(compose(arguments)) == to_dict(config)
 
 
 def test_what_the_command_says_itself_wins(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT, ForkServer, runs, summary
+from omegaconf import OmegaConf
 from sweeps import compose_sweep
 
 from gptexp.config.compose import compose, composition, hydra_engine
 from gptexp.config.schema import Config
+from gptexp.process.errors import ConfigError
 from gptexp.storage import run_dir
 from gptexp.sweep.cells import cell_name, command, fixed_arguments
+from gptexp.sweep.space import params_as_overrides
 
 Gptexp = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -96,6 +99,14 @@ def test_an_unknown_key_in_a_users_file_is_refused_in_one_line(gptexp: Gptexp, o
     assert "n_layers" in done.stderr
 
 
+@pytest.mark.e2e
+def test_a_validation_text_in_a_users_file_that_is_no_path_is_refused(own: Path) -> None:
+    (own / "conf/experiment/texts.yaml").write_text("# @package _global_\ndata: {validation: {a: 3}}\n")
+    with pytest.raises(ConfigError) as error:
+        compose(["model=nano", "experiment=texts"], str(own / "conf"))
+    assert error.value.code == "not-texts"
+
+
 @pytest.mark.parametrize("override", ["override model", "override /model"])
 def test_a_primary_config_of_ones_own_composes_as_an_experiment_does(own: Path, override: str) -> None:
     primary = PRIMARY.replace("override model", override)
@@ -116,9 +127,10 @@ def test_each_verb_takes_a_primary_config(gptexp: Gptexp, light_server: ForkServ
     for argv in (["train", "--cfg", "job"], ["train", "--help"]):
         assert "n_layer: 3\n" in light_server.ask([*argv, *flags], own)["stdout"]
     assert "conf/mine.yaml (1e-3)\n" in light_server.ask(["prepare", "--help", "optim.lr", *flags], own)["stdout"]
-    refused = light_server.ask(["prepare", "-cd", "conf", "-cn", "nope"], own)
-    assert (refused["code"], refused["stderr"].count("\n")) == (2, 1)
-    assert "--config-name nope: conf/nope.yaml does not exist" in refused["stderr"]
+    for verb in (["prepare"], ["plan", "--models"]):
+        refused = gptexp(*verb, "-cd", "conf", "-cn", "nope")
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "--config-name nope: conf/nope.yaml does not exist" in refused.stderr
 
 
 def test_a_sweep_with_a_primary_config_has_the_cells_and_the_name_of_the_same_experiment(
@@ -200,6 +212,9 @@ def test_a_users_sweep_file_may_list_its_values(own: Path) -> None:
     found = {(d.config.optim.lr, d.config.train.seed) for d in grid.drafts if isinstance(d.config, Config)}
     assert found == {(1e-3, 1), (1e-3, 2), (2e-3, 1), (2e-3, 2)}
     assert grid.of == 4
+    lists = OmegaConf.create({"train.eval_tasks": ["hellaswag", "piqa"], "log.tags": ["a", "b"], "train.seed": [1, 2]})
+    keys = ["train.eval_tasks=['hellaswag', 'piqa']", "log.tags=['a', 'b']", "train.seed=1,2"]
+    assert params_as_overrides(lists) == keys  # a key with a list has it
 
 
 def test_a_users_file_selects_slurm_and_its_partition(gptexp: Gptexp, own: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import re
 import shlex
@@ -20,6 +21,7 @@ from gptexp.config.compose import compose
 from gptexp.config.run_plan import RunPlan
 from gptexp.config.schema import Config
 from gptexp.data.prepare import prepare
+from gptexp.distributed.ranks import AT_ONCE
 from gptexp.machine.effective import Effective
 from gptexp.model.gpus import GPUS
 from gptexp.plan import main
@@ -155,10 +157,10 @@ def test_a_cell_of_a_grid_has_the_plan_of_the_same_single_run() -> None:
     cells = plan_sweep(grid.drafts)
     assert len(cells) == grid.of == 6
     for cell, (batch, lr) in zip(cells, itertools.product((4096, 10000, 16384), (1e-3, 2e-3)), strict=True):
-        assert [float(cell.values[key]) for key in ("batch.total_batch_size", "optim.lr")] == [batch, lr]
+        assert [float(cell.draft.values[key]) for key in ("batch.total_batch_size", "optim.lr")] == [batch, lr]
         if batch == 10000:
             assert cell.plan is None
-            assert "nearest batch: 8,192 or 10,240" in cell.problems[0]
+            assert "nearest batch: 8,192 or 10,240" in cell.draft.problems[0]
         else:
             assert cell.plan is not None
             values = cell.plan.to_dict()
@@ -219,6 +221,26 @@ def test_the_makespan_equals_that_of_a_simulated_queue() -> None:
             free[place] += duration
         assert makespan(times, places) == pytest.approx(max(free))
     assert makespan([1.0, 2.0, 3.0], 1) == 6
+
+
+@pytest.mark.parametrize(
+    ("own", "gpus", "sharing"),
+    [
+        (["sweep.parallel=2", "train.device=cpu"], [], "2"),
+        ([], ["0", "1", "2"], "3"),  # cells on GPUs share the cores, too
+        (["sweep.parallel=2", "hydra/launcher=submitit_slurm"], [], None),  # each has a job of its own
+        (["sweep.parallel=2", "hydra/launcher=ray"], [], None),
+    ],
+)
+def test_cells_are_planned_for_the_cores_that_they_will_share(
+    own: list[str], gpus: list[str], sharing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(AT_ONCE, raising=False)
+    monkeypatch.setattr("gptexp.sweep.launchers.visible_gpus", lambda: gpus)
+    sweep_planning.share_machine(compose_sweep(["model=nano", "optim.lr=1e-3,2e-3,4e-3", *own]))
+    found = os.environ.get(AT_ONCE)
+    monkeypatch.setenv(AT_ONCE, "")  # so that it is restored
+    assert found == sharing
 
 
 def test_no_number_or_title_of_a_grid_is_cut(

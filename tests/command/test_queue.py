@@ -55,6 +55,14 @@ def test_a_command_that_begins_with_a_run_of_an_earlier_one_waits_for_it(train: 
     assert commands[2].arguments[-1] == "--yes"
 
 
+def test_short_flags_are_those_of_the_shell(train: str, tmp_path: Path) -> None:
+    flags = "--tag first --note 'a note'"
+    lines = [f"{train} {flags}", f"train --like latest {flags} train.seed=2", f"tune {flags} model=bytes optim=adamw"]
+    commands = read_commands(queue_of(tmp_path, *lines), VERBS)
+    assert [command.waits for command in commands] == [False, True, False]
+    assert all({"--tag", "--note"} < {*command.arguments} for command in commands)
+
+
 @pytest.mark.parametrize(
     ("lines", "code"),
     [
